@@ -1,0 +1,334 @@
+"""From a module or function to one joint forward + backward graph.
+
+The user's own code runs once under `make_fx` on meta tensors, followed by `torch.autograd.grad`, so
+cast placement and derivatives are PyTorch's. Meta, because tracing on fake "cuda" tensors aborts on
+machines without a GPU and fake "cpu" tensors give bf16 layer-norm statistics that CUDA does not.
+The leading dimension of every input becomes a run-time size; what the trace had to assume about
+those sizes (guards) is returned with the graph.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megafuse import decompositions
+from megafuse.errors import CaptureError, UnsupportedError
+from megafuse.importer import BACKWARD, Importer
+from megafuse.ir import Dim, Graph, as_dim, product
+
+_OWN = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass
+class Captured:
+    """One traced call.
+
+    graph: inputs are the flat tensors of the call followed by one upstream gradient for each
+        differentiable output; outputs are the call's tensors followed by one gradient (or None)
+        for each flat tensor.
+    outputs: how many of the graph's outputs belong to the forward pass.
+    differentiable: which forward outputs have an upstream gradient, in order.
+    guards: relations between run-time sizes that the trace assumed.
+    rebuild: puts a list of output tensors back into the structure the function returned.
+    eager_bytes: what PyTorch moves running the same call one operator at a time (each tensor an
+        operator reads or writes counted once, views free); traced on demand.
+    """
+
+    graph: Graph
+    outputs: int
+    differentiable: tuple[int, ...]
+    guards: tuple[sympy.Basic, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    eager_bytes: Callable[[], Dim]
+
+    def accepts(self, sizes: dict[str, int]) -> bool:
+        """Whether the assumptions hold for these run-time sizes."""
+        return all(
+            g.subs({s: sizes[s.name] for s in g.free_symbols}) == sympy.true for g in self.guards
+        )
+
+
+class _Provenance(TorchFunctionMode):
+    """Tags every traced node with the user's line and module path."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        super().__init__()
+        self.paths: list[str] = [""]
+        self.places: dict[int, str] = {}
+        self.handles: list[Any] = []
+        if module is not None:
+            for path, child in module.named_modules():
+                self.handles.append(child.register_forward_pre_hook(self._enter(path)))
+                self.handles.append(child.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        return lambda *_: self.paths.append(path)
+
+    def _leave(self, *_: Any) -> None:
+        self.paths.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            tag = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}|{self.paths[-1]}"
+            _set_tag(tag)
+        result = func(*args, **(kwargs or {}))
+        if frame is not None:
+            for value in tree_flatten(result)[0]:
+                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                    self.places[value.grad_fn._sequence_nr()] = tag
+        return result
+
+    def follow_backward(self, roots: Sequence[torch.Tensor]) -> None:
+        """Make every backward node traced from now on carry its forward operator's tag.
+
+        Autograd numbers its nodes in forward order; a node inside a composite operator belongs to
+        the next tag at or after its number.
+        """
+        numbers = sorted(self.places)
+        stack = [t.grad_fn for t in roots]
+        seen = set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+            at = bisect.bisect_left(numbers, node._sequence_nr())
+            tag = self.places[numbers[at]] if at < len(numbers) else "|"
+            node.register_prehook(lambda _, tag=tag: _set_tag(f"{BACKWARD}|{tag}"))
+        _set_tag(f"{BACKWARD}||")
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _set_tag(tag: str) -> None:
+    fx_traceback.current_meta["stack_trace"] = tag
+
+
+def batch_size(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> int | None:
+    """The leading extent of the first non-parameter input: what `dim 0` of a batch looks like."""
+    for tensor, is_parameter in zip(tensors, parameters, strict=True):
+        if not is_parameter and tensor.dim() > 0:
+            return tensor.shape[0]
+    return None
+
+
+def capture(
+    function: Callable[[Sequence[torch.Tensor]], Any],
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[bool],
+    needs_grad: Sequence[bool],
+    module: nn.Module | None = None,
+    dynamic: bool = True,
+) -> Captured:
+    """Trace `function(tensors)` and its gradients.
+
+    tensors: flat inputs, any shape and dtype; only their metadata is used.
+    parameters: which of them are parameters or buffers (static shapes).
+    needs_grad: which of them get a gradient.
+    dynamic: whether leading dimensions of the other inputs become run-time sizes.
+
+    Raises CaptureError when the code cannot be traced (data-dependent control flow, an operator
+    without a meta kernel, ...), UnsupportedError when it writes to its inputs.
+    """
+    env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    batch = batch_size(tensors, parameters)
+    fakes = []
+    for tensor, is_parameter, wants in zip(tensors, parameters, needs_grad, strict=True):
+        shape = list(tensor.shape)
+        run_time = dynamic and not is_parameter and tensor.dim() > 0 and shape[0] == batch
+        if run_time:
+            shape[0] = max(2, shape[0])  # an extent of 1 would be traced as a constant
+        meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        sizes = [DimDynamic.DYNAMIC if run_time and i == 0 else DimDynamic.STATIC
+                 for i in range(len(shape))]
+        with mode:
+            fake = mode.from_tensor(
+                meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
+            )
+        fakes.append(fake.requires_grad_(True) if wants else fake)
+
+    structure: dict[str, Any] = {}
+    wanted = [i for i, wants in enumerate(needs_grad) if wants]
+
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> tuple[Any, Any]:
+        outputs = _forward(primals)
+        if not wanted or not structure["differentiable"]:
+            return outputs, [None] * len(primals)
+        roots = [outputs[i] for i in structure["differentiable"]]
+        structure["provenance"].follow_backward(roots)
+        grads = torch.autograd.grad(
+            roots,
+            [primals[i] for i in wanted],
+            tangents,
+            allow_unused=True,
+        )
+        spread: list[Any] = [None] * len(primals)
+        for i, grad in zip(wanted, grads, strict=True):
+            spread[i] = grad
+        return outputs, spread
+
+    def _forward(primals: list[torch.Tensor]) -> list[Any]:
+        structure["provenance"] = provenance = _Provenance(module)
+        try:
+            with provenance:
+                result = function(primals)
+        finally:
+            provenance.close()
+        flat, spec = tree_flatten(result)
+        where = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+        constants = {i: v for i, v in enumerate(flat) if i not in where}
+        outputs = [flat[i] for i in where]
+        structure["outputs"] = len(outputs)
+        structure["rebuild"] = _rebuilder(spec, where, constants)
+        structure["differentiable"] = tuple(i for i, t in enumerate(outputs) if t.requires_grad)
+        return outputs
+
+    def run(f: Callable[..., Any], table: dict[Any, Any]) -> torch.fx.GraphModule:
+        with mode, _preserved_meta(), torch.enable_grad():
+            outputs = _forward(list(fakes))  # once outside the trace, for the outputs' metadata
+            tangents = [
+                torch.empty_like(outputs[i], device="meta").detach()
+                for i in structure["differentiable"]
+            ]
+            primals = [t.detach().requires_grad_(t.requires_grad) for t in fakes]
+            return make_fx(
+                f, table, "real", _allow_non_fake_inputs=True
+            )(primals, tangents)
+
+    try:
+        table = decompositions.table()
+        traced = run(joint, table)
+        if _mutates(traced):
+            joint = torch.func.functionalize(joint, remove="mutations")
+            traced = run(joint, table)
+        _refuse_input_mutation(traced)
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explain(error)) from error
+
+    outer = Importer(env, {}).run(traced, len(tensors))
+    guards = tuple(_guards(env, outer.names))
+
+    def eager_bytes() -> Dim:
+        return _bytes_moved(run(joint, {}), outer.dim)
+
+    return Captured(
+        outer.graph, structure["outputs"], structure["differentiable"], guards,
+        structure["rebuild"], eager_bytes,
+    )  # fmt: skip
+
+
+@contextmanager
+def _preserved_meta() -> Iterator[None]:
+    with fx_traceback.preserve_node_meta():
+        before = dict(fx_traceback.current_meta)
+        try:
+            yield
+        finally:
+            fx_traceback.current_meta.clear()
+            fx_traceback.current_meta.update(before)
+
+
+def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callable[..., Any]:
+    def rebuild(tensors: Sequence[Any]) -> Any:
+        flat = dict(constants) | dict(zip(where, tensors, strict=True))
+        return tree_unflatten([flat[i] for i in sorted(flat)], spec)
+
+    return rebuild
+
+
+def _bytes_moved(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> Dim:
+    """Bytes read and written by every operator that is no view."""
+
+    def nbytes(value: Any) -> Dim:
+        flat = [v for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
+        return sum(product(dim(s) for s in v.shape) * v.dtype.itemsize for v in flat)
+
+    total: Dim = 0
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        returns = node.target._schema.returns
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            continue
+        if "val" not in node.meta or isinstance(node.meta["val"], (int, torch.SymInt)):
+            continue
+        if str(node.target).startswith(("aten._unsafe_view", "aten.detach")):
+            continue
+        operands = [n for n in node.all_input_nodes if "val" in n.meta]
+        total = as_dim(total + nbytes(node.meta["val"]) + sum(nbytes(n.meta["val"]) for n in operands))
+    return total
+
+
+def _mutates(traced: torch.fx.GraphModule) -> bool:
+    return any(
+        isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
+        for n in traced.graph.nodes
+    )
+
+
+def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
+    for node in traced.graph.nodes:
+        if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
+            continue
+        raise UnsupportedError(
+            f"{node.target} writes in place to a tensor the caller can see "
+            f"({node.meta.get('stack_trace', 'unknown place')}); megafuse never writes to its "
+            "inputs. Use the out-of-place form, or keep this module outside the fused one."
+        )
+
+
+def _guards(env: ShapeEnv, names: dict[sympy.Symbol, sympy.Symbol]) -> Iterator[sympy.Basic]:
+    for guard in env.guards:
+        expr = guard.expr.xreplace(names)
+        if expr not in (sympy.true, True):
+            # sympy may fold a guard such as s0 > 0 for our positive symbols; keep real ones only
+            unknown = [s for s in expr.free_symbols if s not in names.values()]
+            if unknown:
+                raise CaptureError(f"the trace assumed {guard.expr}, which cannot be checked")
+            yield expr
+
+
+def _explain(error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    frames = []
+    tb = error.__traceback__
+    while tb is not None:
+        name = tb.tb_frame.f_code.co_filename
+        if not name.startswith((_OWN, _TORCH, "<")):
+            frames.append(f"{name}:{tb.tb_lineno}")
+        tb = tb.tb_next
+    where = f" at {frames[-1]}" if frames else ""
+    return (
+        f"tracing failed{where}: {type(error).__name__}: {first}. Code whose control flow depends on "
+        "tensor values cannot be captured; move it outside the fused module."
+    )

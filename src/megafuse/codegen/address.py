@@ -1,0 +1,118 @@
+"""Affine offsets as C++: the row's part once a row, the column's part as a function of the column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Literal
+
+import sympy
+
+from megafuse.index import Affine, Axis, quotient
+from megafuse.ir import Dim, as_dim
+
+
+def dim_cpp(value: Dim) -> str:
+    """An extent or stride in terms of the kernel's size arguments."""
+    if isinstance(value, int):
+        return str(value)
+    text = str(sympy.sstr(value)).replace("**", "^")
+    if "^" in text or "/" in text:
+        raise ValueError(f"size {value} is no polynomial megafuse can print")
+    for s in sorted(value.free_symbols, key=lambda s: -len(s.name)):
+        text = text.replace(s.name, f"a.{s.name}")
+    return text if value.is_Symbol else f"({text})"
+
+
+def content(value: Dim) -> int:
+    """The largest integer that divides `value` for all sizes."""
+    if isinstance(value, int):
+        return abs(value)
+    poly = sympy.Poly(value, *value.free_symbols)
+    return reduce(math.gcd, (int(abs(c)) for c in poly.coeffs()), 0)
+
+
+def sum_cpp(terms: Sequence[tuple[str, Dim]], const: Dim = 0) -> str:
+    """`name * coefficient + ... + const`, without the parts that vanish."""
+    parts = [n if c == 1 else f"{n} * {dim_cpp(c)}" for n, c in terms if c != 0]
+    if const != 0 or not parts:
+        parts.append(dim_cpp(const))
+    return " + ".join(parts)
+
+
+def decompose(index: str, axes: Sequence[Axis]) -> list[str]:
+    """C++ for each axis' value, given a linear index over them (the last one fastest)."""
+    values: list[str] = []
+    inner: Dim = 1
+    for position, axis in reversed(list(enumerate(axes))):
+        text = index if inner == 1 else f"{index} / {dim_cpp(inner)}"
+        if position > 0:
+            text = f"({text}) % {dim_cpp(axis.extent)}" if inner != 1 else f"{text} % {dim_cpp(axis.extent)}"
+        values.insert(0, text)
+        inner = as_dim(inner * axis.extent)
+    return values
+
+
+@dataclass(frozen=True)
+class Access:
+    """How one tensor is addressed by a stage.
+
+    row: C++ of the offset that is fixed for a row.
+    column: C++ of the offset as a function of column `c`; None when the element does not depend on
+        the column at all.
+    run: how many consecutive columns, aligned at multiples of it, lie together (kind "run") or
+        share one element (kind "splat").
+    varies: whether the offset changes from row to row.
+    """
+
+    row: str
+    column: str | None
+    run: int
+    kind: Literal["run", "splat"]
+    varies: bool
+    symbolic_column: bool = False
+
+
+def access(
+    offset: Affine, cols: Sequence[Axis], lanes: int, row_name: Callable[[Axis], str]
+) -> Access:
+    """`offset` in elements over a stage's axes; `lanes`: columns a thread handles together."""
+    row_terms = [(a, c) for a, c in offset.sorted_terms() if a not in cols]
+    row = sum_cpp([(row_name(a), c) for a, c in row_terms], offset.const)
+    strides = [(offset.coefficient(a), a.extent) for a in cols]
+    if all(c == 0 for c, _ in strides):
+        return Access(row, None, lanes, "splat", bool(row_terms))
+    # Merge neighbouring column axes that the tensor walks as one.
+    merged: list[tuple[Dim, int]] = []
+    for stride, extent in strides:
+        assert isinstance(extent, int)
+        if merged and quotient(merged[-1][0], extent) == stride and merged[-1][0] != 0:
+            merged[-1] = (stride, merged[-1][1] * extent)
+        elif merged and merged[-1][0] == stride == 0:
+            merged[-1] = (0, merged[-1][1] * extent)
+        else:
+            merged.append((stride, extent))
+    inner_stride, inner_extent = merged[-1]
+    others = [content(c) for _, c in row_terms] + [content(offset.const)]
+    others += [content(s) for s, _ in merged[:-1]]
+    if inner_stride == 1:
+        run = reduce(math.gcd, [lanes, *others])
+        if len(merged) > 1:
+            run = math.gcd(run, inner_extent)
+        kind: Literal["run", "splat"] = "run"
+    elif inner_stride == 0:
+        run, kind = math.gcd(lanes, inner_extent), "splat"
+    else:
+        run, kind = 1, "run"
+    names: list[tuple[str, Dim]] = []
+    inner = 1
+    for position, (stride, extent) in reversed(list(enumerate(merged))):
+        text = "c" if inner == 1 else f"c / {inner}"
+        if position > 0:
+            text = f"{text} % {extent}"
+        names.insert(0, (text if len(merged) == 1 else f"({text})", stride))
+        inner *= extent
+    symbolic = any(not isinstance(s, int) for s, _ in merged)
+    return Access(row, sum_cpp(names), run, kind, bool(row_terms), symbolic)

@@ -1,0 +1,59 @@
+"""One pointwise operator as C++ over tile vectors or row scalars."""
+
+from __future__ import annotations
+
+import math
+
+import sympy
+import torch
+
+from megafuse.codegen.address import dim_cpp
+from megafuse.ir import Node
+from megafuse.ops import pointwise
+
+CPP_TYPE = {
+    torch.float32: "float",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.bool: "bool8",
+}
+
+
+def scalar_cpp(value: object) -> str:
+    """A Python number or run-time size as a float expression."""
+    if isinstance(value, sympy.Expr):
+        return f"float({dim_cpp(value)})"
+    number = float(value)  # type: ignore[arg-type]
+    if math.isnan(number):
+        return "(mf::scalar::infinity() - mf::scalar::infinity())"
+    if math.isinf(number):
+        return "mf::scalar::infinity()" if number > 0 else "(-mf::scalar::infinity())"
+    rounded = float(torch.tensor(number, dtype=torch.float32).item())
+    return f"{rounded!r}f" if math.isfinite(rounded) else scalar_cpp(rounded)
+
+
+def pointwise_cpp(node: Node, args: list[str], rounding: bool) -> str:
+    """`node` applied to `args`. rounding: round to the node's dtype as eager does."""
+    if node.op == "pow":
+        text = _power(node, args)
+    else:
+        text = pointwise.TABLE[node.op].cpp.format(*args)
+    if node.dtype == torch.bool and node.op == "cast":
+        return f"({text} != 0.f)"
+    return rounded(text, node.dtype) if rounding else text
+
+
+def rounded(text: str, dtype: torch.dtype) -> str:
+    word = {torch.bfloat16: "mf::to_bf16", torch.float16: "mf::to_f16"}.get(dtype)
+    return f"{word}({text})" if word else text
+
+
+def _power(node: Node, args: list[str]) -> str:
+    """Small constant exponents as PyTorch computes them: by products and roots."""
+    x = args[0]
+    special = {2.0: f"({x} * {x})", 3.0: f"({x} * {x} * {x})", 1.0: x,
+               0.5: f"mf::sqrt({x})", -0.5: f"mf::rsqrt({x})", -1.0: f"mf::rcp({x})"}  # fmt: skip
+    exponent = node.args[1]
+    if isinstance(exponent, (int, float)) and float(exponent) in special:
+        return special[float(exponent)]
+    return pointwise.TABLE["pow"].cpp.format(*args)

@@ -1,0 +1,221 @@
+// Words that read the same on every host: shapes of a row, lanes of arithmetic, the row loop.
+// Included by host.h and cuda.cuh after they have defined
+//   MF_FN          how a function is declared (always inlined)
+//   MF_UNROLL      pragma that unrolls the next loop (nothing on the host)
+//   MF_KEEP_LOOP   pragma for a run-time loop over the vectors of a long row
+//   MF_LANES       loop over the lanes of a vector
+//   mf::scalar     the arithmetic of one float: exp, sigmoid, maximum, ...
+
+// Walk the vectors of a row. MF_STEPS: few vectors, held in registers, so the loop disappears.
+// MF_LOOP: a long row (long_stream and its kin), so the loop stays.
+#define MF_STEPS(j, C) MF_UNROLL for (int j = 0; j < C::steps; ++j)
+#define MF_LOOP(j, C) MF_KEEP_LOOP for (int j = 0; j < C::steps; ++j)
+
+namespace mf {
+
+MF_FN constexpr i64 min_i64(i64 a, i64 b) { return a < b ? a : b; }
+MF_FN constexpr i64 max_i64(i64 a, i64 b) { return a > b ? a : b; }
+
+// A row of N columns, shared by TEAM threads: each owns STEPS vectors of V lanes, and vector j of
+// thread `rank` starts at column (j * TEAM + rank) * V. Lanes at columns >= N are dead: loads give
+// 0, sums leave them out, stores skip them.
+template <int N, int V, int TEAM, int STEPS>
+struct Cols {
+  static constexpr int columns = N, lanes = V, team = TEAM, steps = STEPS;
+  static_assert(N > 0 && V > 0 && TEAM > 0 && STEPS > 0, "a row has at least one column");
+  static_assert(1ll * TEAM * STEPS * V >= N, "the team's vectors must cover the row");
+
+  template <class Team>
+  MF_FN static int column(const Team& team, int j) { return (j * TEAM + team.rank()) * V; }
+
+  // Lanes of vector j that lie inside the row: V or 0, or less than V at a ragged end (host only).
+  // Folds to the constant V wherever the shape alone decides it.
+  template <class Team>
+  MF_FN static int live(const Team& team, int j) {
+    if ((j + 1) * TEAM * V <= N) return V;
+    const int left = N - column(team, j);
+    if (left >= V) return V;
+    return N % V == 0 || left < 0 ? 0 : left;
+  }
+};
+
+// ---- arithmetic on the lanes of one vector ------------------------------------------------------
+
+// V consecutive columns of a row in float32. A plain float stands for a vector of equal lanes.
+template <int V>
+struct Vec {
+  float e[V];
+  Vec() = default;
+  MF_FN Vec(float x) { MF_LANES(i, V) e[i] = x; }
+};
+
+// A vector's lane, or a scalar seen as every lane.
+template <int V>
+MF_FN float lane(const Vec<V>& a, int i) { return a.e[i]; }
+MF_FN float lane(float a, int) { return a; }
+
+// The type an expression over vectors and scalars has: a vector as soon as one operand is one.
+template <class... A>
+struct Joined { using type = float; };
+template <int V, class... A>
+struct Joined<Vec<V>, A...> { using type = Vec<V>; };
+template <class S, class... A>
+struct Joined<S, A...> { using type = typename Joined<A...>::type; };
+
+// f applied lane by lane; once, when every operand is a scalar.
+template <class F>
+MF_FN float lanewise(float*, F f) { return f(0); }
+template <int V, class F>
+MF_FN Vec<V> lanewise(Vec<V>*, F f) {
+  Vec<V> r;
+  MF_LANES(i, V) r.e[i] = f(i);
+  return r;
+}
+
+#define MF_UNARY(NAME)                                            \
+  MF_FN float NAME(float a) { return scalar::NAME(a); }           \
+  template <int V>                                                \
+  MF_FN Vec<V> NAME(const Vec<V>& a) {                            \
+    Vec<V> r;                                                     \
+    MF_LANES(i, V) r.e[i] = scalar::NAME(a.e[i]);                 \
+    return r;                                                     \
+  }
+#define MF_BINARY_VEC(NAME, WORD)                                 \
+  template <int V>                                                \
+  MF_FN Vec<V> NAME(const Vec<V>& a, const Vec<V>& b) {           \
+    Vec<V> r;                                                     \
+    MF_LANES(i, V) r.e[i] = WORD(a.e[i], b.e[i]);                 \
+    return r;                                                     \
+  }                                                               \
+  template <int V>                                                \
+  MF_FN Vec<V> NAME(const Vec<V>& a, float b) {                   \
+    Vec<V> r;                                                     \
+    MF_LANES(i, V) r.e[i] = WORD(a.e[i], b);                      \
+    return r;                                                     \
+  }                                                               \
+  template <int V>                                                \
+  MF_FN Vec<V> NAME(float a, const Vec<V>& b) {                   \
+    Vec<V> r;                                                     \
+    MF_LANES(i, V) r.e[i] = WORD(a, b.e[i]);                      \
+    return r;                                                     \
+  }
+#define MF_BINARY(NAME)                                           \
+  MF_FN float NAME(float a, float b) { return scalar::NAME(a, b); } \
+  MF_BINARY_VEC(NAME, scalar::NAME)
+
+namespace scalar {
+MF_FN float add(float a, float b) { return a + b; }
+MF_FN float sub(float a, float b) { return a - b; }
+MF_FN float mul(float a, float b) { return a * b; }
+MF_FN float lt(float a, float b) { return a < b ? 1.f : 0.f; }
+MF_FN float le(float a, float b) { return a <= b ? 1.f : 0.f; }
+MF_FN float gt(float a, float b) { return a > b ? 1.f : 0.f; }
+MF_FN float ge(float a, float b) { return a >= b ? 1.f : 0.f; }
+MF_FN float eq(float a, float b) { return a == b ? 1.f : 0.f; }
+MF_FN float ne(float a, float b) { return a != b ? 1.f : 0.f; }
+MF_FN float logical_not(float a) { return a == 0.f ? 1.f : 0.f; }
+MF_FN float logical_and(float a, float b) { return a != 0.f && b != 0.f ? 1.f : 0.f; }
+MF_FN float logical_or(float a, float b) { return a != 0.f || b != 0.f ? 1.f : 0.f; }
+MF_FN float neg(float a) { return -a; }
+MF_FN float square(float a) { return a * a; }
+}  // namespace scalar
+
+// Pointwise words, on vectors and on row scalars alike. Comparisons and logic give 1 or 0.
+// max, min and relu hand a NaN on, as torch.maximum does; round goes to even, as torch.round does.
+MF_UNARY(exp) MF_UNARY(expm1) MF_UNARY(log) MF_UNARY(log1p) MF_UNARY(log2) MF_UNARY(exp2)
+MF_UNARY(sqrt) MF_UNARY(rsqrt) MF_UNARY(rcp) MF_UNARY(square) MF_UNARY(neg)
+MF_UNARY(sigmoid) MF_UNARY(tanh) MF_UNARY(erf) MF_UNARY(sin) MF_UNARY(cos)
+MF_UNARY(abs) MF_UNARY(floor) MF_UNARY(ceil) MF_UNARY(trunc) MF_UNARY(round)
+MF_UNARY(relu) MF_UNARY(logical_not)
+MF_UNARY(to_bf16) MF_UNARY(to_f16)  // round to a storage type and back: rounding="eager"
+MF_BINARY(pow) MF_BINARY(max) MF_BINARY(min) MF_BINARY(div)
+MF_BINARY(lt) MF_BINARY(le) MF_BINARY(gt) MF_BINARY(ge) MF_BINARY(eq) MF_BINARY(ne)
+MF_BINARY(logical_and) MF_BINARY(logical_or)
+
+MF_BINARY_VEC(operator+, scalar::add)
+MF_BINARY_VEC(operator-, scalar::sub)
+MF_BINARY_VEC(operator*, scalar::mul)
+MF_BINARY_VEC(operator/, scalar::div)
+MF_BINARY_VEC(operator<, scalar::lt)
+MF_BINARY_VEC(operator<=, scalar::le)
+MF_BINARY_VEC(operator>, scalar::gt)
+MF_BINARY_VEC(operator>=, scalar::ge)
+MF_BINARY_VEC(operator==, scalar::eq)
+MF_BINARY_VEC(operator!=, scalar::ne)
+template <int V>
+MF_FN Vec<V> operator-(const Vec<V>& a) { return neg(a); }
+
+// a where c is not zero, else b; each of the three a vector or a scalar.
+template <class C, class A, class B>
+MF_FN typename Joined<C, A, B>::type where(const C& c, const A& a, const B& b) {
+  using R = typename Joined<C, A, B>::type;
+  return lanewise((R*)nullptr, [&](int i) { return lane(c, i) != 0.f ? lane(a, i) : lane(b, i); });
+}
+
+// a * b + c in one rounding where the machine has it; each of the three a vector or a scalar.
+template <class A, class B, class C>
+MF_FN typename Joined<A, B, C>::type fma(const A& a, const B& b, const C& c) {
+  using R = typename Joined<A, B, C>::type;
+  return lanewise((R*)nullptr, [&](int i) { return scalar::fma(lane(a, i), lane(b, i), lane(c, i)); });
+}
+
+// ---- small holders ------------------------------------------------------------------------------
+
+// K reduced values, the same in every thread of the team.
+template <int K>
+struct Pack {
+  float e[K];
+  MF_FN float operator[](int i) const { return e[i]; }
+};
+
+template <class... F>
+MF_FN Pack<sizeof...(F)> pack(F... f) { return {{f...}}; }
+
+// How accumulators combine.
+struct Add {
+  MF_FN static float identity() { return 0.f; }
+  MF_FN static float apply(float a, float b) { return a + b; }
+};
+struct Most {
+  MF_FN static float identity() { return -scalar::infinity(); }
+  MF_FN static float apply(float a, float b) { return scalar::max(a, b); }
+};
+struct Least {
+  MF_FN static float identity() { return scalar::infinity(); }
+  MF_FN static float apply(float a, float b) { return scalar::min(a, b); }
+};
+
+// A value computed in one phase of a row and wanted again in a later one.
+template <class C>
+struct Keep {
+  Vec<C::lanes> kept[C::steps];
+  MF_FN void put(int j, const Vec<C::lanes>& v) { kept[j] = v; }
+  MF_FN Vec<C::lanes> at(int j) const { return kept[j]; }
+};
+
+// ---- the row loop -------------------------------------------------------------------------------
+
+// Rows begin, begin + step, ... below end, one ahead in memory: the loads of the next row are under
+// way while the body works on this one.
+//   row_of(r)   what the generated code calls a row: its indices
+//   fetch(row)  starts the loads of a row in every stream and Scalar
+//   advance()   makes what was fetched the current row
+//   body(row)   computes and stores
+template <class RowOf, class Fetch, class Advance, class Body>
+MF_FN void rows(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
+                const Advance& advance, const Body& body) {
+  if (begin >= end) return;
+  auto next = row_of(begin);
+  fetch(next);
+  MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
+    const auto row = next;
+    advance();
+    if (r + step < end) {
+      next = row_of(r + step);
+      fetch(next);
+    }
+    body(row);
+  }
+}
+
+}  // namespace mf

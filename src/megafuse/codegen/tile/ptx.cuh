@@ -1,0 +1,112 @@
+// The machine's own words: every PTX instruction the row kernels use, behind a name.
+// A test replaces this file by plain C++ and runs the device header on a CPU.
+
+namespace mf {
+
+// BYTES of one row as raw words; unpacked only where they are used, so that a prefetched row costs
+// half the registers of its float32 form. Less than 4 bytes still take a register of their own:
+// joining them would wait for the load.
+template <int BYTES>
+struct Raw {
+  static_assert(BYTES > 0 && (BYTES & (BYTES - 1)) == 0, "a run is 1, 2, 4, 8, 16, ... bytes");
+  static constexpr int words = BYTES > 4 ? BYTES / 4 : 1;
+  unsigned w[words];
+};
+
+namespace ptx {
+
+// The larger or smaller, and a NaN comes through: one instruction.
+MF_FN float max_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+MF_FN float min_nan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// 2^x, 1 / x and 1 / sqrt(x) within 2^-22, subnormals flushed: one instruction each.
+MF_FN float ex2(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+MF_FN float rcp(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+MF_FN float rsqrt(float x) {
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// Two floats rounded to 16 bits each, in one word; and a half out of such a word.
+MF_FN unsigned pair_bf16(float low, float high) {
+  unsigned r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+MF_FN unsigned pair_f16(float low, float high) {
+  unsigned r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+MF_FN float low_f16(unsigned w) {
+  float r;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(r) : "r"(w));
+  return r;
+}
+MF_FN float high_f16(unsigned w) {
+  float r;
+  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(r) : "r"(w));
+  return r;
+}
+
+// THREADS threads meet at barrier `id` (0 is __syncthreads).
+template <int THREADS>
+MF_FN void named_barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+}  // namespace ptx
+
+// The three ways to read memory.
+//   Once    streamed rows: read-only path, not kept in L1; stays where it was written in the
+//           program, because a prefetch that drifts down to its use is no prefetch
+//   Kept    parameters and re-read rows: read-only path, cached, free to move
+//   Fresh   what this launch itself has written: ordinary loads, ordered with its stores
+#define MF_READER(NAME, ASM, HOW, MEMORY)                                                       \
+  struct NAME {                                                                                  \
+    template <int BYTES>                                                                         \
+    MF_FN static void load(Raw<BYTES>& r, const void* p) {                                       \
+      if constexpr (BYTES == 1) {                                                                \
+        ASM("ld.global" HOW ".u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p) MEMORY);                     \
+      } else if constexpr (BYTES == 2) {                                                         \
+        unsigned short half;                                                                     \
+        ASM("ld.global" HOW ".u16 %0, [%1];" : "=h"(half) : "l"(p) MEMORY);                      \
+        r.w[0] = half;                                                                           \
+      } else if constexpr (BYTES == 4) {                                                         \
+        ASM("ld.global" HOW ".u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p) MEMORY);                    \
+      } else if constexpr (BYTES == 8) {                                                         \
+        ASM("ld.global" HOW ".v2.u32 {%0, %1}, [%2];"                                            \
+            : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p) MEMORY);                                       \
+      } else {                                                                                   \
+        MF_UNROLL for (int i = 0; i < BYTES / 16; ++i) ASM(                                      \
+            "ld.global" HOW ".v4.u32 {%0, %1, %2, %3}, [%4];"                                    \
+            : "=r"(r.w[4 * i]), "=r"(r.w[4 * i + 1]), "=r"(r.w[4 * i + 2]), "=r"(r.w[4 * i + 3]) \
+            : "l"((const char*)p + 16 * i) MEMORY);                                              \
+      }                                                                                          \
+    }                                                                                            \
+  };
+#define MF_ORDERED : "memory"
+MF_READER(Once, asm volatile, ".nc.L1::no_allocate", )
+MF_READER(Kept, asm, ".nc", )
+MF_READER(Fresh, asm volatile, "", MF_ORDERED)
+#undef MF_READER
+#undef MF_ORDERED
+
+}  // namespace mf

@@ -1,0 +1,82 @@
+"""From a call to a plan: capture, passes, partition, fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafuse import passes
+from megafuse.capture import Captured, batch_size, capture
+from megafuse.config import Options
+from megafuse.errors import CaptureError
+from megafuse.fusion.plan import GraphPlan
+from megafuse.fusion.planner import Planner
+from megafuse.ir import Graph
+from megafuse.passes.partition import Split, partition
+
+Observe = Callable[[str, str], None]
+
+
+@dataclass
+class Plan:
+    """Both directions of one captured call. joint: the graph after the passes."""
+
+    captured: Captured
+    joint: Graph
+    split: Split
+    forward: GraphPlan
+    backward: GraphPlan | None
+
+    def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+        """The run-time sizes of a call, read off its flat tensors."""
+        return {
+            name: int(tensors[index].shape[dim])
+            for name, (index, dim) in self.captured.graph.sizes.items() if index < len(tensors)
+        }  # fmt: skip
+
+
+def make_plan(
+    function: Callable[[Sequence[torch.Tensor]], Any],
+    tensors: Sequence[torch.Tensor],
+    parameters: Sequence[bool],
+    needs_grad: Sequence[bool],
+    module: nn.Module | None,
+    options: Options,
+    observe: Observe = lambda name, text: None,
+) -> Plan:
+    """Plan `function(tensors)` with its gradients; see `capture` for the arguments.
+
+    observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. Raises CaptureError,
+    UnsupportedError.
+    """
+    try:
+        captured = capture(function, tensors, parameters, needs_grad, module)
+    except CaptureError:
+        if batch_size(tensors, parameters) is None:
+            raise
+        # The code may need to know its batch size; then the plan is for that size only.
+        captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False)
+    count = 0
+
+    def see(graph: Graph) -> None:
+        nonlocal count
+        observe(f"{count:02d}-{graph.made_by.split()[0]}.py", str(graph))
+        count += 1
+
+    joint = passes.run(captured.graph, see)
+    hints = {
+        name: max(2, int(tensors[index].shape[dim]))
+        for name, (index, dim) in joint.sizes.items() if index < len(tensors)
+    }  # fmt: skip
+    split = partition(joint, captured.outputs, len(tensors), hints, options.memory)
+    see(split.forward)
+    forward = Planner(split.forward, "forward", hints, options.fuel).plan()
+    backward = None
+    if split.backward is not None:
+        see(split.backward)
+        backward = Planner(split.backward, "backward", hints, options.fuel).plan()
+    return Plan(captured, joint, split, forward, backward)

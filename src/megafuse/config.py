@@ -1,0 +1,59 @@
+"""Every option and environment variable, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+def _path(variable: str) -> Path | None:
+    value = os.environ.get(variable)
+    return Path(value).expanduser() if value else None
+
+
+def _fuel() -> int | None:
+    value = os.environ.get("MEGAFUSE_FUEL")
+    return int(value) if value else None
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to fuse. Frozen and hashable: part of the key under which a plan is kept.
+
+    rounding: "fp32" keeps float32 inside a region and rounds where a value reaches memory;
+        "eager" reproduces the cast at every operator boundary of eager PyTorch.
+    memory: "balanced" keeps a value for backward when recomputing it would cost a store;
+        "min" recomputes whatever is cheaper in bytes to recompute than to hold.
+    executor: "auto" runs generated code (g++ for CPU tensors, NVRTC for CUDA tensors);
+        "reference" interprets the plan in plain PyTorch.
+    sanitize: build host code under the address and undefined-behaviour sanitizers.
+    debug: bounds-checked and trap-on-fault builds of the generated code.
+    dump: directory for every stage of the pipeline (``MEGAFUSE_DUMP``); None writes nothing.
+    fuel: stop merging regions after this many fusions (``MEGAFUSE_FUEL``), for bisection.
+    """
+
+    rounding: Literal["fp32", "eager"] = "fp32"
+    memory: Literal["balanced", "min"] = "balanced"
+    executor: Literal["auto", "reference"] = "auto"
+    sanitize: bool = False
+    debug: bool = False
+    dump: Path | None = field(default_factory=lambda: _path("MEGAFUSE_DUMP"))
+    fuel: int | None = field(default_factory=_fuel)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("rounding", ("fp32", "eager")),
+            ("memory", ("balanced", "min")),
+            ("executor", ("auto", "reference")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"Options.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+
+
+def cache_dir() -> Path:
+    """Where built kernels are kept: ``MEGAFUSE_CACHE``, else the user's cache directory."""
+    return _path("MEGAFUSE_CACHE") or Path(
+        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    ) / "megafuse"

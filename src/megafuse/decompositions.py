@@ -1,0 +1,136 @@
+"""How composite operators open into what the planner can fuse.
+
+Used while tracing, so that casts and backward come from PyTorch's own autograd: the forward and the
+backward of layer norm and silu are opened here exactly as the CUDA kernels compute them (fp32
+inside, one rounding at the end), everything else by PyTorch's decompositions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import get_decompositions
+
+aten = torch.ops.aten
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _inner_dims(x: Tensor, normalized_shape: Sequence[int]) -> list[int]:
+    return list(range(x.dim() - len(normalized_shape), x.dim()))
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> Any:
+    count = 1
+    for d in dims:
+        count = count * x.shape[d]
+    return count
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """aten.native_layer_norm: two-pass statistics in fp32 (Ba et al., arXiv:1607.06450, eq. 4)."""
+    dims, dtype = _inner_dims(x, shape), _compute_dtype(x.dtype)
+    xf = x.to(dtype)
+    n = _count(x, dims)
+    mean = xf.sum(dims, keepdim=True) / n
+    centred = xf - mean
+    rstd = torch.rsqrt((centred * centred).sum(dims, keepdim=True) / n + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * weight.to(dtype)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype), mean, rstd
+
+
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """aten.native_layer_norm_backward: dx = rstd (g - mean(g) - xhat mean(g xhat)), g = grad weight."""
+    dims, dtype = _inner_dims(x, shape), _compute_dtype(x.dtype)
+    outer = list(range(x.dim() - len(shape)))
+    n = _count(x, dims)
+    gradf = grad.to(dtype)
+    xhat = (x.to(dtype) - mean) * rstd
+    dx = dw = db = None
+    if mask[0]:
+        g = gradf * weight.to(dtype) if weight is not None else gradf
+        c1 = g.sum(dims, keepdim=True) / n
+        c2 = (g * xhat).sum(dims, keepdim=True) / n
+        dx = ((g - c1 - xhat * c2) * rstd).to(x.dtype)
+    if mask[1] and weight is not None:
+        dw = (gradf * xhat).sum(outer).to(weight.dtype) if outer else (gradf * xhat).to(weight.dtype)
+    if mask[2] and bias is not None:
+        db = gradf.sum(outer).to(bias.dtype) if outer else gradf.to(bias.dtype)
+    return dx, dw, db
+
+
+def silu(x: Tensor) -> Tensor:
+    xf = x.to(_compute_dtype(x.dtype))
+    return (xf * torch.sigmoid(xf)).to(x.dtype)
+
+
+def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    dtype = _compute_dtype(x.dtype)
+    xf = x.to(dtype)
+    s = torch.sigmoid(xf)
+    return (grad.to(dtype) * (s * (xf * (1.0 - s) + 1.0))).to(x.dtype)
+
+
+def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    """bias + a @ b; scaled forms stay whole (they are rare and PyTorch rounds them once)."""
+    if beta != 1 or alpha != 1:
+        return NotImplemented
+    return torch.mm(a, b) + bias
+
+
+def baddbmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
+    if beta != 1 or alpha != 1:
+        return NotImplemented
+    return torch.bmm(a, b) + bias
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm.default: layer_norm,
+    aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.silu.default: silu,
+    aten.silu_backward.default: silu_backward,
+    aten.addmm.default: addmm,
+    aten.baddbmm.default: baddbmm,
+}
+
+# Opened by PyTorch's own decompositions: each leaves pointwise operators and reductions only.
+_TORCH = [
+    aten.gelu, aten.gelu_backward, aten.tanh_backward, aten.sigmoid_backward,
+    aten.threshold_backward, aten.leaky_relu, aten.leaky_relu_backward, aten.elu,
+    aten.elu_backward, aten.hardtanh, aten.hardtanh_backward, aten.hardswish,
+    aten.hardswish_backward, aten.hardsigmoid, aten.hardsigmoid_backward, aten.softplus,
+    aten.softplus_backward, aten.mish, aten.mish_backward, aten.relu6, aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward, aten._softmax, aten._softmax_backward_data, aten._log_softmax,
+    aten._log_softmax_backward_data, aten.native_group_norm, aten.native_group_norm_backward,
+    aten.var, aten.var_mean, aten.std, aten.mean, aten.addcmul, aten.addcdiv, aten.rsub,
+    aten.square, aten.clamp, aten.clamp_min, aten.clamp_max, aten.masked_fill, aten.sgn,
+    aten.native_dropout_backward, aten.slice_backward, aten.select_backward, aten.mse_loss,
+    aten.mse_loss_backward, aten.nll_loss_forward, aten.nll_loss_backward, aten.lerp,
+    aten.stack, aten.unbind, aten.t, aten.glu, aten.glu_backward,
+]  # fmt: skip
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """The decomposition table that capture traces with."""
+    available = get_decompositions([op for op in _TORCH if op is not None])
+    return {**available, **_OURS}

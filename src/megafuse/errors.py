@@ -1,0 +1,35 @@
+"""Named errors. Each says what went wrong, where in the user's code, and what to do about it."""
+
+from __future__ import annotations
+
+
+class MegafuseError(Exception):
+    """Base of every error megafuse raises on purpose."""
+
+
+class CaptureError(MegafuseError):
+    """The subgraph could not be traced into one forward + backward graph."""
+
+
+class UnsupportedError(MegafuseError):
+    """The subgraph was traced, but holds something megafuse refuses rather than gets wrong."""
+
+
+class InvariantError(MegafuseError):
+    """A pass or the planner produced an illegal Graph or Plan: a defect of megafuse itself."""
+
+
+class BuildError(MegafuseError):
+    """Generated source did not compile; the message holds the compiler's own words."""
+
+
+class ToolchainError(MegafuseError):
+    """A compiler or driver is missing; the message says which package brings it."""
+
+
+class InputError(MegafuseError):
+    """A call's arguments do not fit the fused module; raised before anything is launched."""
+
+
+class DoubleBackwardError(MegafuseError):
+    """Gradients of gradients were asked for; the fused module computes first derivatives only."""

@@ -1,0 +1,1 @@
+"""Legality rules, one a file. A rule says how two row regions may become one, or why not."""

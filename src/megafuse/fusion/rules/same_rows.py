@@ -1,0 +1,76 @@
+"""Two walks over the same rows become one: a value one makes is the other's in registers.
+
+Legal when, under one renaming of axes, every value of x that y reads is read at the element (or row)
+x computes it for, and rows and columns mean the same to all roots.
+"""
+
+from __future__ import annotations
+
+from megafuse.fusion.align import Mismatch, Pair, renaming, unify
+from megafuse.fusion.plan import Root, Stage
+from megafuse.fusion.rules import roles
+from megafuse.index import Axis, Coords, magnitude
+from megafuse.ir import Node, product
+
+
+def produced(stage: Stage) -> dict[Node, Root]:
+    """Values another root could take from this stage in registers."""
+    made = {r.node: r for r in stage.roots if r.kind == "row"}
+    made |= {r.node: r for r in stage.roots if r.kind == "store" and r.target is r.node}
+    return made
+
+
+def pairs_between(x: Stage, y: Stage) -> list[Pair]:
+    """(x's coordinates, y's coordinates) of every value one stage reads from the other."""
+    pairs: list[Pair] = []
+    made_x, made_y = produced(x), produced(y)
+    for root in y.roots:
+        pairs += [(made_x[r.node].out(), r.coords) for r in root.reads if r.node in made_x]
+    for root in x.roots:
+        pairs += [(r.coords, made_y[r.node].out()) for r in root.reads if r.node in made_y]
+    return pairs
+
+
+def shared_loads(x: Stage, y: Stage) -> list[Pair]:
+    """The largest read that both make: what makes siblings worth one walk."""
+    best: list[Pair] = []
+    most = 0.0
+    mine = {r.node: r.coords for root in x.roots for r in root.reads}
+    for root in y.roots:
+        for read in root.reads:
+            if read.node not in mine:
+                continue
+            size = magnitude(product(a.extent for a in _axes(read.coords)))
+            if size > most and size == magnitude(product(a.extent for a in _axes(mine[read.node]))):
+                rows = [a for a in y.axes if a in _axes(read.coords)]
+                if len(rows) == len(y.axes):
+                    best, most = [(mine[read.node], read.coords)], size
+    return best
+
+
+def _axes(coords: Coords) -> set[Axis]:
+    return set().union(*(c.axes for c in coords)) if coords else set()
+
+
+def merge(x: Stage, y: Stage, pairs: list[Pair]) -> Stage:
+    """The union of both stages over x's axes. Raises Mismatch with the reason."""
+    bound = unify(x, y, pairs)
+    y.rename(renaming(bound))
+    made_y = produced(y)
+    for stage, other in ((x, made_y), (y, produced(x))):
+        for root in stage.roots:
+            for read in root.reads:
+                if read.node in other and read.coords != other[read.node].out():
+                    raise Mismatch(f"{root.node.origin.op} reads {read.node.origin.op} of other rows")
+    written = {r.target for r in x.roots + y.roots if r.kind == "column" or r.target is not r.node}
+    for root in x.roots + y.roots:
+        for read in root.reads:
+            if read.node in written:
+                raise Mismatch(f"{read.node.origin.op} is complete only when every row has been walked")
+    axes = x.axes + [a for a in y.axes if a not in x.axes]
+    cols = roles.merged_cols(x, y)
+    union = Stage(axes, cols, x.roots + y.roots)
+    problem = roles.disagreement(union.roots, axes, union.settled_cols())
+    if problem:
+        raise Mismatch(problem)
+    return union

@@ -1,0 +1,120 @@
+"""Small rewrites that leave the graph with one way to say each thing.
+
+Before → after:
+    reshape(reshape(x))            → reshape(x)
+    permute(permute(x))            → permute(x)
+    sum(cat(a, b, d), dims)        → cat(sum(a), sum(b), d)        d not in dims
+    sum(x, dims of both kinds)     → sum(sum(x, inner), outer)     inner = the trailing dims
+    cast(reshape(sum(x) f32), t)   → reshape(sum(x) t)             the sum used once
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megafuse.ir import Arg, Graph, Node, Rewriter, TensorType
+
+
+class Simplify(Rewriter):
+    """One sweep of the rewrites above; `simplify` repeats it until nothing changes."""
+
+    name = "simplify"
+
+    def __init__(self, uses: dict[Node, int]) -> None:
+        super().__init__()
+        self.uses = uses
+        self.changed = False
+        self._old: dict[Node, Node] = {}
+
+    def visit(self, node: Node, args: tuple[Arg, ...]) -> Node:
+        new = self._rewrite(node, args)
+        if new is None:
+            new = self.keep(node, args)
+        else:
+            self.changed = True
+        self._old[new] = node
+        return new
+
+    def _single(self, new: Node) -> bool:
+        return self.uses.get(self._old.get(new, new), 2) == 1
+
+    def _rewrite(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
+        x = args[0] if args and isinstance(args[0], Node) else None
+        if x is None:
+            return None
+        match node.op:
+            case "reshape" if x.shape == node.shape:
+                return x
+            case "reshape" if x.op == "reshape":
+                return self.emit("reshape", x.args, node.type, node.origin)
+            case "permute" if node.attrs["order"] == tuple(range(len(x.shape))):
+                return x
+            case "permute" if x.op == "permute":
+                order = tuple(x.attrs["order"][i] for i in node.attrs["order"])
+                return self.emit("permute", x.args, node.type, node.origin, order=order)
+            case "expand" if x.shape == node.shape:
+                return x
+            case "cast" if x.dtype == node.dtype:
+                return x
+            case "cast" if x.dtype == torch.float32:
+                return self._cast_of_sum(node, x)
+            case "sum":
+                return self._sum(node, x)
+        return None
+
+    def _cast_of_sum(self, node: Node, x: Node) -> Node | None:
+        total = x.args[0] if x.op == "reshape" else x
+        if not (isinstance(total, Node) and total.op == "sum" and total.dtype == torch.float32):
+            return None
+        if not (self._single(x) and self._single(total)):
+            return None
+        rounded = self.emit("sum", total.args, TensorType(total.shape, node.dtype), total.origin,
+                            **total.attrs)  # fmt: skip
+        if x is total:
+            return rounded
+        return self.emit("reshape", (rounded,), node.type, node.origin)
+
+    def _sum(self, node: Node, x: Node) -> Node | None:
+        dims = tuple(d for d in node.attrs["dims"] if x.shape[d] != 1)
+        if dims != node.attrs["dims"]:
+            if dims:
+                return self.emit("sum", (x,), node.type, node.origin, dims=dims)
+            return x if x.dtype == node.dtype else self.emit("cast", (x,), node.type, node.origin)
+        if x.op == "cat" and x.attrs["dim"] not in dims:
+            parts = []
+            for part in x.inputs:
+                shape = tuple(1 if i in dims else s for i, s in enumerate(part.shape))
+                parts.append(self.emit("sum", (part,), TensorType(shape, node.dtype), node.origin,
+                                       dims=dims))  # fmt: skip
+            return self.emit("cat", tuple(parts), node.type, node.origin, dim=x.attrs["dim"])
+        inner = _trailing(x, dims)
+        if inner and len(inner) < len(dims):
+            shape = tuple(1 if i in inner else s for i, s in enumerate(x.shape))
+            partial = self.emit("sum", (x,), TensorType(shape, torch.float32), node.origin,
+                                dims=inner)  # fmt: skip
+            outer = tuple(d for d in dims if d not in inner)
+            return self.emit("sum", (partial,), node.type, node.origin, dims=outer)
+        return None
+
+
+def _trailing(x: Node, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims of `dims` that form the innermost run of `x`'s extents other than 1."""
+    inner = []
+    for d in reversed(range(len(x.shape))):
+        if d in dims:
+            inner.insert(0, d)
+        elif x.shape[d] != 1:
+            break
+    return tuple(inner)
+
+
+def simplify(graph: Graph) -> Graph:
+    while True:
+        uses = {n: len(u) for n, u in graph.users().items()}
+        for out in graph.outputs:
+            if out is not None:
+                uses[out] += 1
+        sweep = Simplify(uses)
+        graph = sweep.run(graph)
+        if not sweep.changed:
+            return graph

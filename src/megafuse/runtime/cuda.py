@@ -1,0 +1,320 @@
+"""Generated source on an NVIDIA GPU: compiled by NVRTC, loaded and launched through the driver.
+
+Compiling needs no GPU. ``cuda-bindings`` (12.x or 13.x) calls NVRTC and loads modules; the launch
+itself goes through ctypes, where everything but the arguments is prepared once per kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import re
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megafuse.errors import BuildError, MegafuseError, ToolchainError
+from megafuse.runtime import cache
+from megafuse.runtime.source import assemble
+
+_INVALID_CONTEXT = 201
+
+
+class DriverError(MegafuseError):
+    """The CUDA driver refused a call; the message holds its own name for the reason."""
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What one kernel takes from a multiprocessor, as the assembler reports it."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code for one architecture, with the compiler's log and each kernel's resources."""
+
+    image: bytes
+    log: str
+    resources: dict[str, KernelResources]
+
+
+def compile_cubin(
+    source: str, names: Sequence[str], arch: str, *, fast: bool = False, debug: bool = False
+) -> Cubin:
+    """Compiles `source` for `arch` ("sm_90a"), or finds it in the cache. Needs no GPU.
+
+    fast: every stored tensor is 16 bits wide, so approximate exp and division do (``MF_FAST``).
+    debug: line numbers for profilers and sanitizers, and ``MF_DEBUG``.
+    """
+    text = assemble(source, "cuda.cuh")
+    flags = [f"--gpu-architecture={arch}", "-std=c++17", "--ptxas-options=-v", "-default-device"]
+    if fast:
+        flags.append("-DMF_FAST=1")
+    if debug:
+        flags += ["-lineinfo", "-DMF_DEBUG=1"]
+    key = cache.digest("cuda", text, "\0".join(flags), _nvrtc_version())
+
+    def build() -> bytes:
+        image, log = _nvrtc_compile(text, flags)
+        return _pack(Cubin(image, log, _parse_resources(log)))
+
+    path = cache.get_or_build(key, ".cubin", build)
+    data = cache.read(path)
+    cubin = _unpack(data if data is not None else build())
+    missing = [name for name in names if name not in cubin.resources]
+    if missing:
+        raise BuildError(f"the compiled source has no kernel {', '.join(missing)}:\n{cubin.log}")
+    return cubin
+
+
+class CudaModule:
+    """Loaded kernels of one device."""
+
+    def __init__(self, cubin: Cubin, names: Sequence[str], device: int) -> None:
+        driver = _driver()
+        self.cubin = cubin
+        self.device = device
+        self._context = _call(driver.cuDevicePrimaryCtxRetain, device)
+        with _Current(self._context):
+            self._module = _call(driver.cuModuleLoadData, cubin.image)
+            self._kernels = {
+                name: _Kernel(int(_call(driver.cuModuleGetFunction, self._module, name.encode())))
+                for name in names
+            }
+
+    def launch(
+        self,
+        name: str,
+        grid: tuple[int, int, int],
+        block: int | tuple[int, int, int],
+        args: Sequence[int],
+        stream: int,
+    ) -> None:
+        """Enqueues `name` on `stream`. `args` are the 8-byte members of its Args, in order."""
+        kernel = self._kernels[name]
+        status = kernel.enqueue(grid, block, args, stream)
+        if status == _INVALID_CONTEXT:
+            # A thread that has not yet touched CUDA, as autograd's workers may be.
+            _call(_driver().cuCtxSetCurrent, self._context)
+            status = kernel.enqueue(grid, block, args, stream)
+        if status:
+            raise DriverError(f"launching {name} {grid} x {block} failed: {_reason(status)}")
+
+
+def build_cuda(
+    source: str,
+    names: Sequence[str],
+    *,
+    arch: str | None = None,
+    fast: bool = False,
+    debug: bool = False,
+    device: int | None = None,
+) -> CudaModule:
+    """Compiles `source` and loads it on `device` (default: torch's current one)."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ToolchainError("torch sees no CUDA device; `megafuse doctor` says what is missing.")
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device is None else device
+    arch = arch or device_arch(index)
+    return _load(source, tuple(names), arch, fast, debug, index)
+
+
+def device_arch(device: int) -> str:
+    """The architecture to compile for: "sm_80", or "sm_90a" where 'a' features exist."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def _load(
+    source: str, names: tuple[str, ...], arch: str, fast: bool, debug: bool, device: int
+) -> CudaModule:
+    cubin = compile_cubin(source, names, arch, fast=fast, debug=debug)
+    return CudaModule(cubin, names, device)
+
+
+# ---- launching ---------------------------------------------------------------------------------------
+
+
+class _Slot(threading.local):
+    """One thread's argument buffer of one kernel: forward and backward run in different threads."""
+
+    size = -1
+    pack: Any = None
+    buffer: Any = None
+    params: Any = None
+
+    def resize(self, count: int) -> None:
+        self.size = count
+        self.pack = struct.Struct(f"={count}q").pack_into
+        self.buffer = ctypes.create_string_buffer(max(8 * count, 8))
+        # The kernel has one parameter, the Args struct, passed by value: an array of one pointer.
+        self.params = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+
+
+class _Kernel:
+    """A function handle with everything a launch needs but the arguments."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = ctypes.c_void_p(handle)
+        self._launch = _launch_function()
+        self._slot = _Slot()
+
+    def enqueue(
+        self,
+        grid: tuple[int, int, int],
+        block: int | tuple[int, int, int],
+        args: Sequence[int],
+        stream: int,
+    ) -> int:
+        slot = self._slot
+        if slot.size != len(args):
+            slot.resize(len(args))
+        slot.pack(slot.buffer, 0, *args)
+        x, y, z = (block, 1, 1) if isinstance(block, int) else block
+        status: int = self._launch(self._handle, *grid, x, y, z, 0, stream, slot.params, None)
+        return status
+
+
+@functools.cache
+def _launch_function() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
+    function.argtypes = [pointer, *([unsigned] * 7), pointer, pointer, pointer]
+    function.restype = ctypes.c_int
+    return function
+
+
+# ---- the driver --------------------------------------------------------------------------------------
+
+
+class _Current:
+    """Makes a context current for a block of code."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        _call(_driver().cuCtxPushCurrent, self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _call(_driver().cuCtxPopCurrent)
+
+
+def _driver() -> Any:
+    return _bindings()[0]
+
+
+def _call(function: Any, *args: Any) -> Any:
+    status, *values = function(*args)
+    if int(status):
+        raise DriverError(f"{function.__name__} failed: {_reason(int(status))}")
+    return values[0] if values else None
+
+
+def _reason(status: int) -> str:
+    driver = _driver()
+    try:
+        return f"{driver.CUresult(status).name} ({status})"
+    except ValueError:
+        return f"CUDA error {status}"
+
+
+# ---- NVRTC ---------------------------------------------------------------------------------------------
+
+_INSTALL = "install them with `pip install megafuse[cuda12]` or `megafuse[cuda13]`, whichever "
+_INSTALL += "matches `torch.version.cuda`"
+
+
+@functools.cache
+def _bindings() -> tuple[Any, Any]:
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError as error:
+        raise ToolchainError(f"CUDA kernels need cuda-bindings and NVRTC: {_INSTALL}.") from error
+    return driver, nvrtc
+
+
+@functools.cache
+def _nvrtc_version() -> str:
+    nvrtc = _bindings()[1]
+    try:
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:  # the bindings raise several types when the library is absent
+        raise ToolchainError(f"NVRTC could not be loaded ({error}): {_INSTALL}.") from error
+    if int(status):
+        raise ToolchainError(f"NVRTC could not be started (error {int(status)}): {_INSTALL}.")
+    return f"nvrtc {major}.{minor}"
+
+
+def _nvrtc_compile(text: str, flags: Sequence[str]) -> tuple[bytes, str]:
+    nvrtc = _bindings()[1]
+    program = _nvrtc_call(nvrtc.nvrtcCreateProgram, text.encode(), b"generated", 0, [], [])
+    try:
+        options = [flag.encode() for flag in flags]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        buffer = bytes(_nvrtc_call(nvrtc.nvrtcGetProgramLogSize, program))
+        _nvrtc_call(nvrtc.nvrtcGetProgramLog, program, buffer)
+        words = buffer.rstrip(b"\0").decode(errors="replace")
+        if int(status):
+            first = "\n".join(words.splitlines()[:40])
+            raise BuildError(f"NVRTC did not compile the generated kernels:\n{first}")
+        image = bytes(_nvrtc_call(nvrtc.nvrtcGetCUBINSize, program))
+        _nvrtc_call(nvrtc.nvrtcGetCUBIN, program, image)
+        return image, words
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc_call(function: Any, *args: Any) -> Any:
+    status, *values = function(*args)
+    if int(status):
+        raise BuildError(f"{function.__name__} failed with NVRTC error {int(status)}")
+    return values[0] if values else None
+
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)'")
+_SPILL = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+def _parse_resources(log: str) -> dict[str, KernelResources]:
+    """Reads the assembler's report: per kernel an entry line, a spill line and a usage line."""
+    found: dict[str, KernelResources] = {}
+    name, spills = "", (0, 0)
+    for line in log.splitlines():
+        if entry := _ENTRY.search(line):
+            name = entry[1]
+        elif spill := _SPILL.search(line):
+            spills = int(spill[1]), int(spill[2])
+        elif (used := _USED.search(line)) and name:
+            shared = _SHARED.search(line)
+            found[name] = KernelResources(int(used[1]), *spills, int(shared[1]) if shared else 0)
+            name, spills = "", (0, 0)
+    return found
+
+
+def _pack(cubin: Cubin) -> bytes:
+    """One cache entry: a line of JSON, then the image."""
+    resources = {name: asdict(r) for name, r in cubin.resources.items()}
+    return json.dumps({"log": cubin.log, "resources": resources}).encode() + b"\n" + cubin.image
+
+
+def _unpack(data: bytes) -> Cubin:
+    head, _, image = data.partition(b"\n")
+    facts = json.loads(head)
+    resources = {name: KernelResources(**r) for name, r in facts["resources"].items()}
+    return Cubin(image, facts["log"], resources)

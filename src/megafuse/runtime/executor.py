@@ -1,0 +1,259 @@
+"""Running one direction of a plan: buffers allocated when first written, freed after last use.
+
+What depends on run-time sizes alone (shapes, strides, grids) is worked out once for each set of
+sizes and kept; a call then allocates, fills in pointers and launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megafuse.codegen.rows import RowKernel, emit_rows
+from megafuse.codegen.schedule import cuda_schedule, host_schedule, launch
+from megafuse.config import Options
+from megafuse.device import DeviceSpec, spec_for
+from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, RowRegion
+from megafuse.ir import Node, Ref, evaluate
+from megafuse.runtime.cuda import CudaModule, build_cuda
+from megafuse.runtime.host import HostModule, build_host
+
+Progress = Callable[[str, int, int], None]
+Values = dict[Node, torch.Tensor]
+Step = Callable[[Values], None]
+
+
+@dataclass
+class BuiltRegion:
+    """A row region's kernel, compiled and loaded."""
+
+    region: RowRegion
+    kernel: RowKernel
+    module: HostModule | CudaModule
+    blocks_per_sm: int
+
+
+def emit_all(plan: GraphPlan, target: str, rounding: bool) -> list[tuple[RowRegion, RowKernel]]:
+    """Generated source of every row region; target "host" or "cuda"."""
+    choose = host_schedule if target == "host" else cuda_schedule
+    return [
+        (r, emit_rows(r, plan.buffers, choose(r), rounding, f"mf_{r.name}"))
+        for r in plan.regions if isinstance(r, RowRegion)
+    ]  # fmt: skip
+
+
+class Executor:
+    """One direction of a plan on one device.
+
+    device: where every tensor lives. Raises BuildError, ToolchainError.
+    """
+
+    def __init__(
+        self, plan: GraphPlan, device: torch.device, options: Options, progress: Progress | None
+    ) -> None:
+        self.plan, self.device, self.options = plan, device, options
+        self.spec: DeviceSpec = spec_for(device)
+        self.built = self._build(progress or (lambda *_: None))
+        self.recipes: dict[tuple[int, ...], tuple[list[Step], list[Any]]] = {}
+        self._last = plan.last_use()
+
+    def _build(self, progress: Progress) -> dict[str, BuiltRegion]:
+        target = "cuda" if self.device.type == "cuda" else "host"
+        work = emit_all(self.plan, target, self.options.rounding == "eager")
+        done = 0
+
+        def build(item: tuple[RowRegion, RowKernel]) -> BuiltRegion:
+            nonlocal done
+            region, kernel = item
+            names = [kernel.name, *([kernel.finish] if kernel.finish else [])]
+            if target == "host":
+                host = build_host(kernel.source, names, sanitize=self.options.sanitize,
+                                  debug=self.options.debug)  # fmt: skip
+                result = BuiltRegion(region, kernel, host, 16)
+            else:
+                cuda = build_cuda(kernel.source, names, fast=kernel.fast, debug=self.options.debug,
+                                  device=self.device.index)  # fmt: skip
+                result = BuiltRegion(region, kernel, cuda, self._occupancy(kernel, cuda))
+            done += 1
+            progress(f"{region.name} compiled", done, len(work))
+            return result
+
+        with ThreadPoolExecutor(4) as pool:
+            return {b.region.name: b for b in pool.map(build, work)}
+
+    def _occupancy(self, kernel: RowKernel, module: CudaModule) -> int:
+        used = module.cubin.resources[kernel.name]
+        threads = kernel.schedule.threads
+        warps = -(-threads // 32)
+        registers = -(-used.registers // 8) * 8 * 32 * warps
+        return max(1, min(self.spec.registers // registers, self.spec.threads // (warps * 32), 32))
+
+    # -- running
+
+    def run(self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
+        """inputs: the graph's inputs, contiguous, in order; sizes: values of its run-time sizes in
+        order of name. Returns the graph's outputs (None where it has none)."""
+        recipe = self.recipes.get(sizes)
+        if recipe is None:
+            recipe = self.recipes[sizes] = self._recipe(sizes)
+        steps, results = recipe
+        values: Values = dict(zip(self.plan.graph.inputs, inputs, strict=True))
+        for step in steps:
+            step(values)
+        return [None if r is None else r(values) for r in results]
+
+    def _recipe(self, sizes: tuple[int, ...]) -> tuple[list[Step], list[Any]]:
+        named = dict(zip(sorted(self.plan.graph.sizes), sizes, strict=True))
+        steps: list[Step] = []
+        for i, region in enumerate(self.plan.regions):
+            dead = [n for n, last in self._last.items() if last == i]
+            if isinstance(region, RowRegion):
+                steps.append(self._row_step(self.built[region.name], named))
+            elif isinstance(region, MatmulRegion):
+                steps.append(self._matmul_step(region, named))
+            else:
+                steps.append(self._extern_step(region, named))
+            if dead:
+                steps.append(_free(dead))
+        results = [None if o is None else _view(o, named) for o in self.plan.results]
+        return steps, results
+
+    def _row_step(self, built: BuiltRegion, sizes: Mapping[str, int]) -> Step:
+        kernel, region, device = built.kernel, built.region, self.device
+        shape = launch(region, kernel.kept, kernel.schedule, sizes, self.spec, built.blocks_per_sm)
+        new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()]
+        on_host = device.type != "cuda"
+        copies = shape.parts * (kernel.schedule.teams if region.kind == "group" else 1)
+        lengths = [copies * columns for columns in kernel.partial_columns]
+        starts = [4 * sum(lengths[:i]) for i in range(len(lengths))]
+        total = sum(lengths)
+        fixed = {"parts": shape.parts, "chunks": shape.chunks, "span": shape.span}
+        template: list[Any] = []
+        for arg in kernel.args:
+            if arg.kind == "buffer":
+                template.append(arg.node)
+            elif arg.kind == "partial":
+                template.append(starts[arg.index])
+            else:
+                template.append(sizes[arg.name] if arg.kind == "size" else fixed[arg.kind])
+        partial_at = [i for i, arg in enumerate(kernel.args) if arg.kind == "partial"]
+        buffer_at = [i for i, arg in enumerate(kernel.args) if arg.kind == "buffer"]
+        module, name, finish = built.module, kernel.name, kernel.finish
+        threads = kernel.schedule.threads
+        grid = (shape.grid, 1, 1)
+        sums = len(kernel.partial_columns)
+        tiles = max((-(-c // 32) for c in kernel.partial_columns), default=1)
+        finish_grid = (min(tiles * max(1, shape.parts // shape.chunks), 4096), max(sums, 1), 1)
+        empty_launch = shape.parts == 0
+
+        def step(values: Values) -> None:
+            for node, extents, dtype in new:
+                values[node] = torch.empty(extents, dtype=dtype, device=device)
+            args = list(template)
+            for i in buffer_at:
+                args[i] = values[args[i]].data_ptr()
+            if total:
+                workspace = torch.empty(total, dtype=torch.float32, device=device)
+                base = workspace.data_ptr()
+                for i in partial_at:
+                    args[i] += base
+            if empty_launch:
+                return
+            if on_host:
+                module.launch(name, args)  # type: ignore[call-arg]
+                if finish:
+                    module.launch(finish, args)  # type: ignore[call-arg]
+                return
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            module.launch(name, grid, threads, args, stream)  # type: ignore[call-arg]
+            if finish:
+                module.launch(finish, finish_grid, (32, 8, 1), args, stream)  # type: ignore[call-arg]
+
+        return step
+
+    def _matmul_step(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Step:
+        a, b = _view(region.a, sizes), _view(region.b, sizes)
+        extents = [evaluate(d, sizes) for d in region.node.shape]
+        node, dtype, device = region.node, region.node.dtype, self.device
+        single = extents[0] == 1
+
+        def step(values: Values) -> None:
+            out = torch.empty(extents, dtype=dtype, device=device)
+            if single:
+                torch.mm(a(values)[0], b(values)[0], out=out[0])
+            else:
+                torch.bmm(a(values), b(values), out=out)
+            values[node] = out
+
+        return step
+
+    def _extern_step(self, region: ExternRegion, sizes: Mapping[str, int]) -> Step:
+        node, items, device = region.node, region.items, self.device
+        views = [_view(o, sizes) for o in region.operands]
+        attrs = node.attrs
+        if attrs["target"] == "constant":
+            value = attrs["value"].to(device)
+
+            def constant(values: Values) -> None:
+                values[node] = value
+
+            return constant
+        namespace, packet, overload = attrs["target"].split(".")
+        function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+        def fill(arg: Any, operands: list[torch.Tensor]) -> Any:
+            if isinstance(arg, Ref):
+                return operands[arg.index]
+            if isinstance(arg, list):
+                return [fill(a, operands) for a in arg]
+            if hasattr(arg, "free_symbols"):
+                return evaluate(arg, sizes)
+            if isinstance(arg, torch.device):
+                return device
+            return arg
+
+        def step(values: Values) -> None:
+            operands = [v(values) for v in views]
+            result = function(
+                *[fill(a, operands) for a in attrs["args"]],
+                **{k: fill(v, operands) for k, v in attrs["kwargs"].items()},
+            )
+            if attrs["multiple"]:
+                for item in items:
+                    values[item] = result[item.attrs["index"]].contiguous()
+            else:
+                values[node] = result.contiguous()
+
+        return step
+
+
+def _free(dead: list[Node]) -> Step:
+    def step(values: Values) -> None:
+        for node in dead:
+            values.pop(node, None)
+
+    return step
+
+
+def _view(operand: Operand, sizes: Mapping[str, int]) -> Callable[[Values], torch.Tensor]:
+    """Reads `operand` out of the buffers as a strided tensor."""
+    node = operand.buffer
+    shape = tuple(evaluate(d, sizes) for d in operand.shape)
+    strides = tuple(evaluate(d, sizes) for d in operand.strides)
+    start = evaluate(operand.offset, sizes)
+    if operand.shape == node.shape and start == 0 and _row_major(shape, strides):
+        return lambda values: values[node]
+    return lambda values: values[node].as_strided(shape, strides, values[node].storage_offset() + start)
+
+
+def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    step = 1
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != step:
+            return False
+        step *= extent
+    return True

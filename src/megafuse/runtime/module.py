@@ -1,0 +1,320 @@
+"""The drop-in module: keys a call, finds or makes its plan, and runs it under autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from megafuse import dump
+from megafuse.compiler import Plan, make_plan
+from megafuse.config import Options
+from megafuse.errors import DoubleBackwardError, InputError
+from megafuse.fusion.summary import PlanSummary
+from megafuse.runtime.executor import Executor, Progress
+from megafuse.runtime.reference import interpret
+
+
+@dataclass
+class Compiled:
+    """A plan with an executor for each direction, made on first use."""
+
+    plan: Plan
+    device: torch.device
+    options: Options
+    forward: Executor | None = None
+    backward: Executor | None = None
+
+    def build(self, progress: Progress | None = None) -> None:
+        if self.options.executor == "reference":
+            return
+        if self.forward is None:
+            self.forward = Executor(self.plan.forward, self.device, self.options, progress)
+        if self.backward is None and self.plan.backward is not None:
+            self.backward = Executor(self.plan.backward, self.device, self.options, progress)
+
+    def run_forward(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
+        if self.options.executor == "reference":
+            return interpret(self.plan.split.forward)(*tensors)
+        if self.forward is None:
+            self.build()
+        assert self.forward is not None
+        return self.forward.run(tensors, sizes)
+
+    def run_backward(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
+        assert self.plan.split.backward is not None
+        if self.options.executor == "reference":
+            return interpret(self.plan.split.backward)(*tensors)
+        if self.backward is None:
+            self.build()
+        assert self.backward is not None
+        return self.backward.run(tensors, sizes)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as kernels read it: contiguous and 16-byte aligned; itself if it is that already."""
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    if tensor.data_ptr() % 16:
+        return tensor.clone()
+    return tensor
+
+
+class _Call(torch.autograd.Function):
+    """One call of a plan. Saves the tensors backward reads and the values forward kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, compiled: Compiled, sizes: tuple[int, ...], *tensors: torch.Tensor) -> Any:
+        plan = compiled.plan
+        plain = [_plain(t) for t in tensors]
+        results = compiled.run_forward(plain, sizes)
+        outputs = results[: plan.captured.outputs]
+        ctx.compiled, ctx.sizes = compiled, sizes
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*plain, *results[plan.captured.outputs :])
+        fixed = [o for i, o in enumerate(outputs) if i not in plan.captured.differentiable]
+        if fixed:
+            ctx.mark_non_differentiable(*fixed)
+        ctx.like = [(o.shape, o.dtype, o.device) for o in outputs]
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        compiled: Compiled = ctx.compiled
+        if torch.is_grad_enabled():
+            raise DoubleBackwardError(
+                "the fused module computes first derivatives only; for create_graph=True or "
+                "gradients of gradients call the original module (`fused.original`)."
+            )
+        upstream = []
+        for i in compiled.plan.captured.differentiable:
+            grad = grads[i]
+            if grad is None:
+                shape, dtype, device = ctx.like[i]
+                grad = torch.zeros(shape, dtype=dtype, device=device)
+            upstream.append(_plain(grad))
+        results = compiled.run_backward([*ctx.saved_tensors, *upstream], ctx.sizes)
+        return (None, None, *results)
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """What a plan assumes about a call besides its run-time sizes."""
+
+    spec: TreeSpec
+    constants: tuple[Any, ...]
+    tensors: tuple[Any, ...]
+
+
+class FusedModule(nn.Module):
+    """`original` with generated kernels: same parameters, state_dict, signature and results.
+
+    Parameters and buffers are the original's own objects, shared both ways. Plans are made on first
+    use for each combination of dtypes, static shapes, requires_grad pattern and non-tensor
+    arguments; the batch size may change freely.
+    """
+
+    def __init__(self, original: nn.Module | Callable[..., Any], options: Options) -> None:
+        super().__init__()
+        object.__setattr__(self, "original", original)
+        object.__setattr__(self, "options", options)
+        object.__setattr__(self, "_plans", {})
+        if isinstance(original, nn.Module):
+            self.training = original.training
+            for store in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                object.__setattr__(self, store, getattr(original, store))
+
+    # -- being the original
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("original")
+            if original is None:
+                raise
+            return getattr(original, name)
+
+    def train(self, mode: bool = True) -> FusedModule:
+        super().train(mode)
+        if isinstance(self.original, nn.Module):
+            self.original.train(mode)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
+        return FusedModule(copy.deepcopy(self.original, memo), self.options)
+
+    def __reduce__(self) -> Any:
+        return FusedModule, (self.original, self.options)
+
+    def extra_repr(self) -> str:
+        return f"fused: {type(self.original).__name__}, {len(self._plans)} plans"
+
+    # -- calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._call(args, kwargs)
+        if call is None:
+            return self.original(*args, **kwargs)
+        compiled, tensors, sizes = call
+        rebuild = compiled.plan.captured.rebuild
+        if compiled.plan.backward is None:
+            with torch.no_grad():
+                results = compiled.run_forward([_plain(t) for t in tensors], sizes)
+            return rebuild(results[: compiled.plan.captured.outputs])
+        return rebuild(_Call.apply(compiled, sizes, *tensors))
+
+    def build(
+        self, *args: Any, progress: Progress | None = None, **kwargs: Any
+    ) -> Compiled | None:
+        """Capture, plan and compile for this call now. progress(message, done, total) is told of
+        every kernel. Returns None where such a call runs the original."""
+        call = self._call(args, kwargs)
+        if call is None:
+            return None
+        call[0].build(progress)
+        return call[0]
+
+    def summary(self, *args: Any, **kwargs: Any) -> PlanSummary:
+        """What the plan for this call moves and computes; see `PlanSummary`."""
+        from megafuse.device import H200, spec_for
+        from megafuse.fusion.describe import summarize
+
+        call = self._call(args, kwargs)
+        if call is None:
+            raise InputError("this call runs the original module; there is no plan to describe")
+        compiled, tensors, _ = call
+        spec = spec_for(compiled.device) if compiled.device.type == "cuda" else H200
+        return summarize(compiled.plan, compiled.plan.sizes_of(tensors), spec)
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Compiled, list[torch.Tensor], tuple[int, ...]] | None:
+        flat, spec = tree_flatten((args, kwargs))
+        modules = [v for v in flat if isinstance(v, nn.Module)]
+        if isinstance(self.original, nn.Module):
+            modules.insert(0, self.original)
+        names: list[tuple[int, str]] = []
+        tensors: list[torch.Tensor] = []
+        for i, module in enumerate(modules):
+            for name, tensor in _named_tensors(module):
+                names.append((i, name))
+                tensors.append(tensor)
+        own = len(tensors)
+        places = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
+        tensors += [flat[i] for i in places]
+        if not self._fusable(tensors):
+            return None
+        differentiable = torch.is_grad_enabled()
+        described = []
+        for i, t in enumerate(tensors):
+            shape = tuple(t.shape)
+            described.append((
+                shape if i < own or not shape else shape[1:], len(shape), t.dtype,
+                differentiable and t.requires_grad, i < own,
+            ))  # fmt: skip
+        constants = tuple(_freeze(v) for i, v in enumerate(flat) if i not in places)
+        signature = _Signature(
+            spec, (*constants, tensors[own].device if places else None, self.training,
+                   tuple(names), _leading(tensors[own:])),
+            tuple(described),
+        )  # fmt: skip
+        for compiled in self._plans.get(signature, ()):
+            sizes = compiled.plan.sizes_of(tensors)
+            if _fits(compiled.plan, tensors) and compiled.plan.captured.accepts(sizes):
+                return compiled, tensors, tuple(sizes[k] for k in sorted(sizes))
+        compiled = self._compile(flat, spec, places, modules, names, tensors, own)
+        self._plans.setdefault(signature, []).append(compiled)
+        sizes = compiled.plan.sizes_of(tensors)
+        return compiled, tensors, tuple(sizes[k] for k in sorted(sizes))
+
+    def _fusable(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Calls that only PyTorch itself can serve run the original."""
+        if not tensors or any(t.numel() == 0 for t in tensors):
+            return False
+        if any(t.device != tensors[0].device or t.layout != torch.strided for t in tensors):
+            return False  # eager's own error is the right one
+        device = tensors[0].device.type
+        if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+            return False
+        return not any(t.is_complex() or t.is_quantized for t in tensors)
+
+    def _compile(
+        self,
+        flat: list[Any],
+        spec: TreeSpec,
+        places: list[int],
+        modules: list[nn.Module],
+        names: list[tuple[int, str]],
+        tensors: list[torch.Tensor],
+        own: int,
+    ) -> Compiled:
+        original = self.original
+
+        def function(values: Sequence[torch.Tensor]) -> Any:
+            leaves = list(flat)
+            for place, value in zip(places, values[own:], strict=True):
+                leaves[place] = value
+            with ExitStack() as stack:
+                for i, module in enumerate(modules):
+                    mine = {n: v for (j, n), v in zip(names, values, strict=False) if j == i}
+                    stack.enter_context(_reparametrize_module(module, mine))
+                call_args, call_kwargs = tree_unflatten(leaves, spec)
+                return original(*call_args, **call_kwargs)
+
+        grad = torch.is_grad_enabled()
+        with _quiet_hooks(original):
+            plan = make_plan(
+                function, tensors, [i < own for i in range(len(tensors))],
+                [grad and t.requires_grad for t in tensors],
+                original if isinstance(original, nn.Module) else None, self.options,
+                dump.observer(self.options),
+            )  # fmt: skip
+        device = tensors[0].device
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return Compiled(plan, device, self.options)
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return id(value)
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return (type(value), value)
+
+
+def _leading(tensors: Sequence[torch.Tensor]) -> tuple[bool, ...]:
+    """Which inputs share the first one's leading extent: what capture treats as a batch."""
+    sizes = [t.shape[0] if t.dim() else None for t in tensors]
+    first = next((s for s in sizes if s is not None), None)
+    return tuple(s == first for s in sizes)
+
+
+def _fits(plan: Plan, tensors: Sequence[torch.Tensor]) -> bool:
+    """Static extents agree (leading ones are not in the signature)."""
+    for node, tensor in zip(plan.captured.graph.inputs, tensors, strict=False):
+        for expected, actual in zip(node.shape, tensor.shape, strict=True):
+            if isinstance(expected, int) and expected != actual:
+                return False
+    return True
+
+
+@contextmanager
+def _quiet_hooks(original: Any) -> Iterator[None]:
+    """Nothing to do yet beyond naming the place: hooks of submodules run while tracing."""
+    yield
