@@ -1,17 +1,32 @@
 """megafuse: turns a PyTorch subgraph into a few fused kernels, forward and backward, with proof."""
 
-from megafuse.api import explain, fuse
-from megafuse.config import Options
-from megafuse.errors import MegafuseError
-from megafuse.runtime.module import FusedModule
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megafuse.api import explain, fuse
+    from megafuse.config import Options
+    from megafuse.errors import MegafuseError
+    from megafuse.runtime.module import FusedModule
+    from megafuse.tools.check import check
 
 __version__ = "0.1.0"
 __all__ = ["FusedModule", "MegafuseError", "Options", "check", "explain", "fuse"]
 
+_HOME = {
+    "explain": "megafuse.api",
+    "fuse": "megafuse.api",
+    "Options": "megafuse.config",
+    "MegafuseError": "megafuse.errors",
+    "FusedModule": "megafuse.runtime.module",
+    "check": "megafuse.tools.check",
+}
+
 
 def __getattr__(name: str) -> object:
-    if name == "check":  # rich and friends load only when they are used
-        from megafuse.tools.check import check
-
-        return check
+    """Load on first use, so that `megafuse --help` does not wait for torch."""
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'megafuse' has no attribute {name!r}")

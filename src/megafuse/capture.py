@@ -219,6 +219,8 @@ def capture(
                 for i in structure["differentiable"]
             ]
             primals = [t.detach().requires_grad_(t.requires_grad) for t in fakes]
+            if not table:  # gradients are in the graph already, or only bytes are counted
+                primals = [t.detach() if f is not joint else t for t in primals]
             return make_fx(
                 f, table, "real", _allow_non_fake_inputs=True
             )(primals, tangents)
@@ -227,8 +229,7 @@ def capture(
         table = decompositions.table()
         traced = run(joint, table)
         if _mutates(traced):
-            joint = torch.func.functionalize(joint, remove="mutations")
-            traced = run(joint, table)
+            traced = run(_functional(traced), {})
         _refuse_input_mutation(traced)
     except UnsupportedError:
         raise
@@ -287,6 +288,15 @@ def _bytes_moved(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> Dim
         operands = [n for n in node.all_input_nodes if "val" in n.meta]
         total = as_dim(total + nbytes(node.meta["val"]) + sum(nbytes(n.meta["val"]) for n in operands))
     return total
+
+
+def _functional(traced: torch.fx.GraphModule) -> Callable[..., Any]:
+    """A traced graph without its in-place operators; gradients are in the graph already."""
+
+    def replay(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
+        return torch.fx.Interpreter(traced).run(primals, tangents)
+
+    return torch.func.functionalize(replay, remove="mutations")  # type: ignore[no-any-return]
 
 
 def _mutates(traced: torch.fx.GraphModule) -> bool:

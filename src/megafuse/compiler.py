@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafuse import passes
+from megafuse import dump, passes
 from megafuse.capture import Captured, batch_size, capture
 from megafuse.config import Options
 from megafuse.errors import CaptureError
@@ -23,13 +23,15 @@ Observe = Callable[[str, str], None]
 
 @dataclass
 class Plan:
-    """Both directions of one captured call. joint: the graph after the passes."""
+    """Both directions of one captured call. joint: the graph after the passes; hints: the run-time
+    sizes of the call it was made for."""
 
     captured: Captured
     joint: Graph
     split: Split
     forward: GraphPlan
     backward: GraphPlan | None
+    hints: dict[str, int]
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The run-time sizes of a call, read off its flat tensors."""
@@ -79,4 +81,8 @@ def make_plan(
     if split.backward is not None:
         see(split.backward)
         backward = Planner(split.backward, "backward", hints, options.fuel).plan()
-    return Plan(captured, joint, split, forward, backward)
+        observe("plan-backward.txt", dump.plan_text(backward))
+    observe("plan-forward.txt", dump.plan_text(forward))
+    observe("repro.py", dump.repro(joint, captured.outputs, len(tensors), list(needs_grad), hints,
+                                   options))  # fmt: skip
+    return Plan(captured, joint, split, forward, backward, hints)

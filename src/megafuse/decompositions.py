@@ -71,7 +71,8 @@ def layer_norm_backward(
         g = gradf * weight.to(dtype) if weight is not None else gradf
         c1 = g.sum(dims, keepdim=True) / n
         c2 = (g * xhat).sum(dims, keepdim=True) / n
-        dx = ((g - c1 - xhat * c2) * rstd).to(x.dtype)
+        # Two fused multiply-adds an element, and one rounding of the large term instead of three.
+        dx = (g * rstd - (xhat * (c2 * rstd) + c1 * rstd)).to(x.dtype)
     if mask[1] and weight is not None:
         dw = (gradf * xhat).sum(outer).to(weight.dtype) if outer else (gradf * xhat).to(weight.dtype)
     if mask[2] and bias is not None:
@@ -104,6 +105,40 @@ def baddbmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 
     return torch.bmm(a, b) + bias
 
 
+def _constant(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=like.dtype, device=like.device)
+
+
+def clamp(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+    """Both bounds hand NaN on, as torch.maximum and torch.minimum do."""
+    if low is not None:
+        x = torch.maximum(x, _constant(low, x))
+    if high is not None:
+        x = torch.minimum(x, _constant(high, x))
+    return x
+
+
+def var(
+    x: Tensor, dims: Sequence[int] | None = None, *, correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:  # fmt: skip
+    """Two-pass variance in fp32; divides by max(0, n - correction) as torch.var does."""
+    where = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
+    xf = x.to(_compute_dtype(x.dtype))
+    n = _count(x, where)
+    centred = xf - xf.sum(where, keepdim=True) / n
+    total = (centred * centred).sum(where, keepdim=keepdim)
+    return (total / (n - (1 if correction is None else correction))).to(x.dtype)
+
+
+def std(
+    x: Tensor, dims: Sequence[int] | None = None, *, correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:  # fmt: skip
+    return torch.sqrt(var(x.to(_compute_dtype(x.dtype)), dims, correction=correction,
+                          keepdim=keepdim)).to(x.dtype)  # fmt: skip
+
+
 _OURS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
@@ -111,6 +146,11 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.silu_backward.default: silu_backward,
     aten.addmm.default: addmm,
     aten.baddbmm.default: baddbmm,
+    aten.clamp.default: clamp,
+    aten.clamp_min.default: lambda x, low: clamp(x, low),
+    aten.clamp_max.default: lambda x, high: clamp(x, None, high),
+    aten.var.correction: var,
+    aten.std.correction: std,
 }
 
 # Opened by PyTorch's own decompositions: each leaves pointwise operators and reductions only.
@@ -122,8 +162,8 @@ _TORCH = [
     aten.softplus_backward, aten.mish, aten.mish_backward, aten.relu6, aten.log_sigmoid_forward,
     aten.log_sigmoid_backward, aten._softmax, aten._softmax_backward_data, aten._log_softmax,
     aten._log_softmax_backward_data, aten.native_group_norm, aten.native_group_norm_backward,
-    aten.var, aten.var_mean, aten.std, aten.mean, aten.addcmul, aten.addcdiv, aten.rsub,
-    aten.square, aten.clamp, aten.clamp_min, aten.clamp_max, aten.masked_fill, aten.sgn,
+    aten.mean, aten.addcmul, aten.addcdiv, aten.rsub,
+    aten.square, aten.masked_fill, aten.sgn,
     aten.native_dropout_backward, aten.slice_backward, aten.select_backward, aten.mse_loss,
     aten.mse_loss_backward, aten.nll_loss_forward, aten.nll_loss_backward, aten.lerp,
     aten.stack, aten.unbind, aten.t, aten.glu, aten.glu_backward,

@@ -22,7 +22,6 @@ BACKWARD = "@backward"
 
 FUSABLE = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
 
-_SYMBOLIC = {operator.mul, operator.add, operator.sub, operator.floordiv, operator.neg, operator.mod}
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
 _FULLS = {"full": None, "zeros": 0, "ones": 1, "full_like": None, "zeros_like": 0, "ones_like": 1,
@@ -67,6 +66,19 @@ class Importer:
                 self.names.setdefault(s, symbol(f"s{len(self.names)}"))
             return as_dim(expr.xreplace(self.names))
         return as_dim(value)
+
+    def number(self, value: Any) -> Any:
+        """A float, or an expression in the run-time sizes (mean over the batch divides by one)."""
+        if not isinstance(value, torch.SymFloat):
+            return value
+        expr = self.env.simplify(value.node.expr)
+        for name in ("ToFloat", "TruncToInt"):
+            expr = expr.replace(lambda e, n=name: type(e).__name__ == n, lambda e: e.args[0])
+        expr = expr.replace(lambda e: type(e).__name__ in ("IntTrueDiv", "FloatTrueDiv"),
+                            lambda e: e.args[0] / e.args[1])  # fmt: skip
+        for s in sorted(expr.free_symbols, key=str):
+            self.names.setdefault(s, symbol(f"s{len(self.names)}"))
+        return expr.xreplace(self.names)
 
     def type_of(self, fx_node: torch.fx.Node, value: Any = None) -> TensorType:
         value = fx_node.meta["val"] if value is None else value
@@ -113,8 +125,10 @@ class Importer:
     def _arg(self, value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
             return self.values[value]
-        if isinstance(value, (torch.SymInt,)):
+        if isinstance(value, torch.SymInt):
             return self.dim(value)
+        if isinstance(value, torch.SymFloat):
+            return self.number(value)
         if isinstance(value, (list, tuple)):
             return [self._arg(v) for v in value]
         return value
@@ -125,8 +139,8 @@ class Importer:
         value = fx_node.meta.get("val")
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
             return self.dim(value)
-        if fx_node.target in _SYMBOLIC:
-            return fx_node.target(*[self._arg(a) for a in fx_node.args])
+        if isinstance(value, (torch.SymFloat, float)):
+            return self.number(value)
         if fx_node.target is operator.getitem:
             whole, index = self._arg(fx_node.args[0]), fx_node.args[1]
             if isinstance(whole, Node):
@@ -333,8 +347,8 @@ class Importer:
         single = isinstance(value, torch.Tensor)
         type = self.type_of(fx_node) if single else TensorType((), torch.float32)
         target = str(fx_node.target)
-        return self.emit("extern", operands, type, origin, target=target, args=call_args,
-                         kwargs=call_kwargs, multiple=not single)  # fmt: skip
+        return self.emit("extern", operands, type, origin, target=target, call_args=call_args,
+                         call_kwargs=call_kwargs, multiple=not single)  # fmt: skip
 
     def _constant(self, traced: torch.fx.GraphModule, fx_node: torch.fx.Node) -> Any:
         value = getattr(traced, str(fx_node.target))
@@ -342,5 +356,5 @@ class Importer:
         type = TensorType(tuple(value.shape), value.dtype)
         if value.numel() == 1 and type.dtype in FUSABLE and value.device.type != "meta":
             return self.emit("full", (), type, origin, value=value.item())
-        return self.emit("extern", (), type, origin, target="constant", args=[], kwargs={},
-                         multiple=False, value=value)  # fmt: skip
+        return self.emit("extern", (), type, origin, target="constant", call_args=[],
+                         call_kwargs={}, multiple=False, value=value)  # fmt: skip

@@ -19,10 +19,15 @@ from megafuse.ir import Dim, Node, as_dim
 
 @dataclass(eq=False)
 class Axis:
-    """One loop: a name for printing and an extent."""
+    """One loop: a name for printing and an extent. Axes split from one dimension share a family."""
 
     name: str
     extent: Dim
+    family: object = None
+
+    def __post_init__(self) -> None:
+        if self.family is None:
+            self.family = self
 
     def __repr__(self) -> str:
         return self.name
@@ -212,7 +217,8 @@ def split_axis(axis: Axis, inner: Dim) -> tuple[Axis, Axis, Affine]:
     """(outer, inner, what replaces `axis`)."""
     outer_extent = quotient(axis.extent, inner)
     assert outer_extent is not None
-    a, b = Axis(f"{axis.name}o", outer_extent), Axis(f"{axis.name}i", inner)
+    a = Axis(f"{axis.name}o", outer_extent, axis.family)
+    b = Axis(f"{axis.name}i", inner, axis.family)
     return a, b, of(a) * inner + of(b)
 
 

@@ -89,7 +89,7 @@ class Node:
     """One operation. `args` are nodes and scalars in the operator's order; `attrs` the rest.
 
     ops whose args are nodes: see `megafuse.ops`. Special ones: "input" (a graph input; attrs
-    "index"), "extern" (one aten call; attrs "target", "args", "kwargs" with nodes replaced by
+    "index"), "extern" (one aten call; attrs "target", "call_args", "call_kwargs" with nodes replaced by
     `Ref`), "item" (one output of a multi-output extern; attrs "index").
     """
 

@@ -67,7 +67,7 @@ struct f3 {{
         s1.add(team, j, g.at(team, j));
       }}
       const auto r0 = team.sum(s0, s1);
-      const float m0 = r0[0] * (1.f / {n}), m1 = r0[1] * (1.f / {n});
+      const mf::real m0 = r0[0] * (mf::real(1) / {n}), m1 = r0[1] * (mf::real(1) / {n});
       mf::Sum<C> s2, s3;
       {steps}(j, C) {{
         const auto d0 = u.at(team, j) - m0;
@@ -76,8 +76,8 @@ struct f3 {{
         s3.add(team, j, d1 * d1);
       }}
       const auto r1 = team.sum(s2, s3);
-      const float i0 = mf::rsqrt(r1[0] * (1.f / {n}) + 1e-5f);
-      const float i1 = mf::rsqrt(r1[1] * (1.f / {n}) + 1e-5f);
+      const mf::real i0 = mf::rsqrt(r1[0] * (mf::real(1) / {n}) + mf::real(1e-5));
+      const mf::real i1 = mf::rsqrt(r1[1] * (mf::real(1) / {n}) + mf::real(1e-5));
       {steps}(j, C) {{
         const auto x = (u.at(team, j) - m0) * i0 * gx.at(team, j) + bx.at(team, j);
         const auto y = (g.at(team, j) - m1) * i1 * gg.at(team, j) + bg.at(team, j);
@@ -166,8 +166,8 @@ struct b3 {{
         s3.add(team, j, f * gg.at(team, j) * y);
       }}
       const auto r = team.sum(s0, s1, s2, s3);
-      const float w = 1.f / {n};
-      const float a0 = r[0] * w, a1 = r[1] * w, a2 = r[2] * w, a3 = r[3] * w;
+      const mf::real w = mf::real(1) / {n};
+      const mf::real a0 = r[0] * w, a1 = r[1] * w, a2 = r[2] * w, a3 = r[3] * w;
       {steps}(j, C) {{
         const auto x = (u.at(team, j) - m0.value()) * i0.value();
         const auto y = (g.at(team, j) - m1.value()) * i1.value();
@@ -211,7 +211,9 @@ def mixing(s: Shape, tokens: int, dtype: str = "bf16", run: int = 4) -> str:
     return f"""
 struct f1 {{
   {s.head()}
-  struct Args {{ const {dtype}* x; {dtype}* out; float* mean; float* rstd; i64 groups; i64 parts; }};
+  struct Args {{
+    const {dtype}* x; {dtype}* out; float* mean; float* rstd; i64 groups; i64 parts;
+  }};
   MF_FN static void run(const Team& team, const Args& a) {{
     using C = {s.cols()};
     const auto same = [](int c) {{ return c; }};
@@ -224,10 +226,10 @@ struct f1 {{
         mf::rows(team.index(), {tokens}, {s.teams}, row_of, fetch, advance, [&](i64 row) {{
           mf::Sum<C> s0;
           MF_STEPS(j, C) s0.add(team, j, x0.at(team, j));
-          const float mean = team.sum(s0)[0] * (1.f / {n});
+          const mf::real mean = team.sum(s0)[0] * (mf::real(1) / {n});
           mf::Sum<C> s1;
           MF_STEPS(j, C) s1.add(team, j, mf::square(x0.at(team, j) - mean));
-          const float rstd = mf::rsqrt(team.sum(s1)[0] * (1.f / {n}) + 1e-5f);
+          const mf::real rstd = mf::rsqrt(team.sum(s1)[0] * (mf::real(1) / {n}) + mf::real(1e-5));
           team.store(a.mean + row, mean);
           team.store(a.rstd + row, rstd);
         }});
@@ -255,10 +257,10 @@ struct f1 {{
             k0.put(j, (x1.at(team, j) - m1.at(team, j)) * i1.at(team, j) + x0.at(team, j));
             s0.add(team, j, k0.at(j));
           }}
-          const float mean = team.sum(s0)[0] * (1.f / {n});
+          const mf::real mean = team.sum(s0)[0] * (mf::real(1) / {n});
           mf::Sum<C> s1;
           MF_STEPS(j, C) s1.add(team, j, mf::square(k0.at(j) - mean));
-          const float rstd = mf::rsqrt(team.sum(s1)[0] * (1.f / {n}) + 1e-5f);
+          const mf::real rstd = mf::rsqrt(team.sum(s1)[0] * (mf::real(1) / {n}) + mf::real(1e-5));
           MF_STEPS(j, C)
             mf::store<C, {dtype}, {s.run}>(team, j, a.out + (group * {tokens} + row) * {n}, same,
                                            (k0.at(j) - mean) * rstd);
@@ -302,7 +304,7 @@ struct words {{
     const auto advance = [&] {{ x0.advance(); s0.advance(); }};
     const auto row_of = [](i64 r) {{ return r; }};
     mf::rows(team.part(), team.part() + 1, 1, row_of, fetch, advance, [&](i64 row) {{
-      const float s = s0.value();
+      const mf::real s = s0.value();
       mf::Max<C> most;
       mf::Min<C> least;
       MF_STEPS(j, C) {{
@@ -310,6 +312,7 @@ struct words {{
         mf::Vec<C::lanes> v = 0.f;
         {body}
         v = mf::where(x > s, v, 0.f) + mf::fma(x, s, v) - -x + (1 - x) / (2 + s) + (x != x);
+        v = v + 0.25 * x - x * 0.5f + mf::where(x > s, 1, 0.5) + mf::max(mf::real(0.1), x);
         most.add(team, j, v);
         least.add(team, j, v);
         mf::store<C, {dtype}, {s.run}>(team, j, a.out + row * {s.columns}, same, v);
@@ -319,4 +322,63 @@ struct words {{
   }}
 }};
 MF_KERNEL(words)
+"""
+
+
+def column_sum(s: Shape) -> str:
+    """y = sum of the rows of x, float32."""
+    return f"""
+struct sums {{
+  {s.head()}
+  struct Args {{ const float* x; float* y; float* partials; i64 rows; i64 parts; i64 span; }};
+  MF_FN static void run(const Team& team, const Args& a) {{
+    using C = {s.cols()};
+    auto x = mf::stream<C, float, {s.run}>([](int c) {{ return c; }});
+    mf::Column<C> sum(team, a.partials);
+    const i64 begin = team.part() * a.span, end = mf::min_i64(begin + a.span, a.rows);
+    const auto row_of = [](i64 r) {{ return r; }};
+    const auto fetch = [&](i64 r) {{ x.fetch(team, a.x + r * {s.columns}); }};
+    const auto advance = [&] {{ x.advance(); }};
+    mf::rows(begin, end, 1, row_of, fetch, advance, [&](i64) {{
+      MF_STEPS(j, C) sum.add(team, j, x.at(team, j));
+    }});
+    sum.write(team);
+  }}
+}};
+MF_KERNEL(sums)
+struct sums_finish {{
+  using Args = sums::Args;
+  MF_FN static void run(const mf::Finisher& f, const Args& a) {{
+    f.column<float>(0, a.partials, {s.columns}, 1, a.parts, [](i64, i64 i) {{ return i; }},
+                    [&](i64, int c) {{ return a.y + c; }});
+  }}
+}};
+MF_FINISH(sums_finish)
+"""
+
+
+def flags(s: Shape) -> str:
+    """Stores which elements of each row are above its scalar as bool8, and adds those of `old`."""
+    return f"""
+struct flags {{
+  {s.head()}
+  struct Args {{ const float* x; const bool8* old; bool8* out; bool8* any; i64 parts; i64 unused; }};
+  MF_FN static void run(const Team& team, const Args& a) {{
+    using C = {s.cols()};
+    const auto same = [](int c) {{ return c; }};
+    const i64 at = team.part() * {s.columns};
+    auto x = mf::stream<C, float, {s.run}>(same);
+    auto old = mf::stream<C, bool8, {s.run}>(same);
+    x.fetch(team, a.x + at); x.advance();
+    old.fetch(team, a.old + at); old.advance();
+    mf::Max<C> most;
+    MF_STEPS(j, C) {{
+      const auto v = (x.at(team, j) > 0.5f) + old.at(team, j);
+      most.add(team, j, v);
+      mf::store<C, bool8, {s.run}>(team, j, a.out + at, same, v);
+    }}
+    team.store(a.any + team.part(), team.max(most)[0]);
+  }}
+}};
+MF_KERNEL(flags)
 """

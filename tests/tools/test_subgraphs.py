@@ -108,7 +108,7 @@ def test_a_factory_gets_the_keywords_it_names(factory):
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [("mine.py:plain", "no function|takes no argument named shape"), ("mine.py:gone", "no function"),
+    [("mine.py:plain", "takes no argument named shape"), ("mine.py:gone", "no function"),
      ("mine.py:number", "no function"), ("mine.py:wrong", "must return"),
      ("mine.py:function", "torch.nn.Module is needed"), ("gone.py:f", "no such file"),
      ("mine.py", "name the function too"), ("gone.pt2", "no such file"),
@@ -158,5 +158,5 @@ def test_an_exported_program(tmp_path):
 
 def test_a_file_that_is_no_program(tmp_path):
     (tmp_path / "no.pt2").write_bytes(b"nothing")
-    with pytest.raises(SubgraphError, match="not a torch.export program"):
+    with pytest.raises(SubgraphError, match="is not a torch"):
         load(str(tmp_path / "no.pt2"), Settings()).case(0)

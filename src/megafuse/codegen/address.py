@@ -64,14 +64,12 @@ class Access:
         the column at all.
     run: how many consecutive columns, aligned at multiples of it, lie together (kind "run") or
         share one element (kind "splat").
-    varies: whether the offset changes from row to row.
     """
 
     row: str
     column: str | None
     run: int
     kind: Literal["run", "splat"]
-    varies: bool
     symbolic_column: bool = False
 
 
@@ -83,7 +81,7 @@ def access(
     row = sum_cpp([(row_name(a), c) for a, c in row_terms], offset.const)
     strides = [(offset.coefficient(a), a.extent) for a in cols]
     if all(c == 0 for c, _ in strides):
-        return Access(row, None, lanes, "splat", bool(row_terms))
+        return Access(row, None, lanes, "splat")
     # Merge neighbouring column axes that the tensor walks as one.
     merged: list[tuple[Dim, int]] = []
     for stride, extent in strides:
@@ -115,4 +113,4 @@ def access(
         names.insert(0, (text if len(merged) == 1 else f"({text})", stride))
         inner *= extent
     symbolic = any(not isinstance(s, int) for s, _ in merged)
-    return Access(row, sum_cpp(names), run, kind, bool(row_terms), symbolic)
+    return Access(row, sum_cpp(names), run, kind, symbolic)

@@ -7,7 +7,6 @@ import math
 import sympy
 import torch
 
-from megafuse.codegen.address import dim_cpp
 from megafuse.ir import Node
 from megafuse.ops import pointwise
 
@@ -20,16 +19,16 @@ CPP_TYPE = {
 
 
 def scalar_cpp(value: object) -> str:
-    """A Python number or run-time size as a float expression."""
+    """A Python number or run-time size as a constant of the row program's arithmetic type."""
     if isinstance(value, sympy.Expr):
-        return f"float({dim_cpp(value)})"
+        names = {s: sympy.Symbol(f"mf::real(a.{s.name})") for s in value.free_symbols}
+        return f"mf::real({sympy.ccode(value.xreplace(names))})"
     number = float(value)  # type: ignore[arg-type]
     if math.isnan(number):
         return "(mf::scalar::infinity() - mf::scalar::infinity())"
     if math.isinf(number):
         return "mf::scalar::infinity()" if number > 0 else "(-mf::scalar::infinity())"
-    rounded = float(torch.tensor(number, dtype=torch.float32).item())
-    return f"{rounded!r}f" if math.isfinite(rounded) else scalar_cpp(rounded)
+    return f"mf::real({number!r})"
 
 
 def pointwise_cpp(node: Node, args: list[str], rounding: bool) -> str:
@@ -39,7 +38,7 @@ def pointwise_cpp(node: Node, args: list[str], rounding: bool) -> str:
     else:
         text = pointwise.TABLE[node.op].cpp.format(*args)
     if node.dtype == torch.bool and node.op == "cast":
-        return f"({text} != 0.f)"
+        return f"({text} != mf::real(0))"
     return rounded(text, node.dtype) if rounding else text
 
 

@@ -47,6 +47,10 @@ class RowKernel:
     finish: str | None
     fast: bool
 
+    @property
+    def names(self) -> list[str]:
+        return [self.name, *([self.finish] if self.finish else [])]
+
 
 def kept_axes(region: RowRegion) -> list[Axis]:
     """Row axes that some column sum does not sum over, in row order."""
@@ -151,7 +155,7 @@ def emit_rows(
         *_header(region),
         f"struct {name} {{",
         f"  using Team = mf::Team<{schedule.team}, {schedule.teams}>;",
-        "  static constexpr int min_blocks = 1;",
+        f"  static constexpr int min_blocks = {schedule.blocks};",
         "  struct Args {", *_indent(e.members, 4), "  };",
         "  MF_FN static void run(const Team& team, const Args& a) {", *_indent(body, 4), "  }",
         "};",
@@ -220,6 +224,8 @@ def _finish(e: _Emitter, kept: list[Axis]) -> list[str]:
         index = f"({sum_cpp(terms)}) * ({per}) + {inside}" if terms else inside
         count = f"{_extent(others)} * {per}" if others else per
         own_terms = [(f"({n})", where.coefficient(a)) for a, n in k_names.items()]
+        if not own:
+            index, count = "i", f"a.parts * {teams}" if teams > 1 else "a.parts"
         column = access(Affine.make([(a, where.coefficient(a)) for a in cols]), cols, 1, str).column
         out = sum_cpp(own_terms, where.const)
         target = e.pointer(root.target, write=True)
@@ -331,7 +337,7 @@ class _StageEmitter:
                 value = f"{pack}[{i}]"
                 if self.e.rounding:
                     value = rounded(value, root.node.dtype)
-                lines.append(f"const float {name} = {value};  // {root.node.origin}")
+                lines.append(f"const mf::real {name} = {value};  // {root.node.origin}")
                 self.scalars[root.node, root.out()] = name
         return lines
 
@@ -401,7 +407,7 @@ class _StageEmitter:
         wide = self.wide(node, coords) and any(self._is_wide(a, node, coords) for a in node.inputs)
         if not wide:
             name = f"{node.name}_{len(self.scalars)}"
-            before.append(f"const float {name} = {text};  // {node.origin}")
+            before.append(f"const mf::real {name} = {text};  // {node.origin}")
             self.scalars[key] = name
             return name
         memo[key] = name = self._name(text, node, loop)
@@ -436,18 +442,18 @@ class _StageEmitter:
         name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
         fresh = node in self.written_before
         if where.column is None:
-            if where.varies:
+            if self._moves(offset(coords, node.shape)) or fresh:
                 self.prologue.append(f"mf::Scalar<{kind}{', true' if fresh else ''}> {name};")
                 self._fetch(name, _place(pointer, where), "")
                 result = (f"{name}.value()", False)
             else:
-                self.prologue.append(f"const float {name} = mf::load({pointer}[{where.row}]);")
+                self.prologue.append(f"const mf::real {name} = mf::load({pointer}[{where.row}]);")
                 result = (name, False)
         else:
             long = "long_" if self.layout.long else ""
             word = "stream" if where.kind == "run" else "splat"
             column = _column(where)
-            if where.varies or fresh:
+            if self._moves(offset(coords, node.shape)) or fresh:
                 flag = ", true" if fresh else ""
                 self.prologue.append(f"auto {name} = mf::{long}{word}<C{k}, {kind}, {where.run}"
                                      f"{flag}>({column});")  # fmt: skip
@@ -459,6 +465,11 @@ class _StageEmitter:
             result = (name, True)
         self.leaves[key] = result
         return result
+
+    def _moves(self, where: Affine) -> bool:
+        """Whether the tensor is read elsewhere from row to row of one part."""
+        fixed = self.col_set | set(kept_axes(self.e.region))
+        return bool(where.axes - fixed)
 
     def _fetch(self, name: str, place: str, team: str) -> None:
         self.fetches.append(f"{name}.fetch({team}{place});")

@@ -6,7 +6,7 @@ alone, so that two processes on one machine compute bitwise the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megafuse.device import DeviceSpec
@@ -14,7 +14,7 @@ from megafuse.fusion.plan import RowRegion, Stage
 from megafuse.ir import evaluate, product
 
 WIDEST = 8  # lanes of a vector on the device: 16 bytes of a 16-bit type
-HOST_LANES = 16
+HOST_LANES = 32
 HOST_CARRY = 16_384  # elements of a row that a host stack keeps between phases
 
 
@@ -31,11 +31,13 @@ class StageSchedule:
 
 @dataclass(frozen=True)
 class Schedule:
-    """team: threads that share a row; teams: of a block; stages: one layout each."""
+    """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
+    blocks a multiprocessor must be able to hold, which caps a thread's registers."""
 
     team: int
     teams: int
     stages: tuple[StageSchedule, ...]
+    blocks: int = 1
 
     @property
     def threads(self) -> int:
@@ -71,24 +73,56 @@ def _registers(stage: Stage) -> float:
     return need
 
 
-def cuda_schedule(region: RowRegion) -> Schedule:
-    """Few enough elements a thread that nothing spills, and no thread without a vector."""
-    widths, limits = [], []
-    for stage in region.stages:
-        n = columns_of(stage)
-        lanes = next(v for v in (WIDEST, 4, 2, 1) if n % v == 0)
-        widths.append((n, lanes))
-        limits.append(max(lanes, int(110 / _registers(stage))))
-    columns = sum(r.kind == "column" for r in region.roots)
+def cuda_schedules(region: RowRegion) -> Iterator[Schedule]:
+    """Layouts in order of preference. The builder takes the first that the assembler fits into
+    registers without spilling.
+
+    Rows stream from memory, so what counts is loads in flight: first as many warps as registers
+    allow for the preferred team, then fewer, then threads that hold less.
+    """
+    for budget in (110, 70, 40, 20):
+        team = _team(region, budget)
+        stages = tuple(_layout(stage, team, budget) for stage in region.stages)
+        teams = _teams(region, team)
+        for warps in (32, 24, 20, 16, 12, 8):
+            for count in range(teams, 0, -1):
+                threads = -(-team * count // 32) * 32
+                blocks = warps * 32 // threads
+                if blocks >= 1 and blocks * threads > (warps - 4) * 32:
+                    yield Schedule(team, count, stages, blocks)
+                if team < 32:
+                    break
+        yield Schedule(team, 1 if team >= 32 else teams, stages, 1)
+
+
+def _lanes(stage: Stage) -> int:
+    """The widest vector that divides the row and is 16 bytes of the stage's widest tensor."""
+    n = columns_of(stage)
+    widest = max(
+        (read.node.dtype.itemsize for root in stage.roots for read in root.reads
+         if any(c.axes & set(stage.settled_cols()) for c in read.coords)), default=4,
+    )  # fmt: skip
+    return next(v for v in (WIDEST, 4, 2, 1) if n % v == 0 and v * widest <= 16)
+
+
+def _layout(stage: Stage, team: int, budget: int) -> StageSchedule:
+    n, lanes = columns_of(stage), _lanes(stage)
+    steps = -(-(n // lanes) // team)
+    limit = max(lanes, int(budget / _registers(stage)))
+    return StageSchedule(n, lanes, steps, steps * lanes > 2 * limit and team == 1024)
+
+
+def _team(region: RowRegion, budget: int) -> int:
+    """Threads a row: as few as hold it within `budget` registers, and none of them idle."""
     best: tuple[float, int] | None = None
     for team in [1, 2, 4, 8, 16, *range(32, 1025, 32)]:
-        waste, fits, steps_all = 0.0, True, 0
-        for (n, lanes), limit in zip(widths, limits, strict=True):
-            vectors = n // lanes
+        waste, fits = 0.0, True
+        for stage in region.stages:
+            lanes = _lanes(stage)
+            vectors = columns_of(stage) // lanes
             steps = -(-vectors // team)
-            fits &= steps * lanes <= limit
+            fits &= steps * lanes <= max(lanes, int(budget / _registers(stage)))
             waste = max(waste, team * steps / vectors)
-            steps_all += steps
         if not fits and team < 1024:
             continue
         # Idle threads cost their share of the loads; a barrier costs more than a shuffle.
@@ -96,18 +130,17 @@ def cuda_schedule(region: RowRegion) -> Schedule:
         if best is None or price < best[0]:
             best = (price, team)
     assert best is not None
-    team = best[1]
-    stages = []
-    for (n, lanes), limit in zip(widths, limits, strict=True):
-        steps = -(-(n // lanes) // team)
-        stages.append(StageSchedule(n, lanes, steps, steps * lanes > 2 * limit))
+    return best[1]
+
+
+def _teams(region: RowRegion, team: int) -> int:
     if team < 32:
-        teams = 128 // team
-    elif region.kind == "group":
-        teams = max(1, min(15, 512 // team))
-    else:
-        teams = 1 if columns or team > 64 else 128 // team
-    return Schedule(team, teams, tuple(stages))
+        return 128 // team
+    if region.kind == "group":
+        return max(1, min(15, 512 // team))
+    # A block of column sums is one team: each team's sums are one more row of partials.
+    columns = any(r.kind == "column" for r in region.roots)
+    return 1 if columns or team > 64 else 128 // team
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from megafuse.device import DeviceSpec
 from megafuse.fusion.align import Mismatch
 from megafuse.fusion.plan import Region, Root, RowRegion, Stage
 from megafuse.index import Coords, operand_coords
@@ -16,6 +19,14 @@ from megafuse.ops import is_pointwise, is_reduction, is_view
 
 MOST_STREAMS = 14
 MOST_COLUMN_SUMS = 8
+
+
+def seconds(
+    nbytes: int, flops: int, launches: int, spec: DeviceSpec, matmul: torch.dtype | None = None
+) -> float:
+    """Predicted time of one region on `spec`; `matmul` names the dtype of a product."""
+    rate = spec.vector_rate if matmul is None else spec.matmul_rate.get(matmul, spec.vector_rate)
+    return max(nbytes / spec.bandwidth, flops / rate) + launches * spec.launch_seconds
 
 
 def check_size(stage: Stage) -> None:

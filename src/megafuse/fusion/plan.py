@@ -94,13 +94,19 @@ class Stage:
             root.rename(replacement)
 
     def settled_cols(self) -> list[Axis]:
-        """The column axes: those every row reduction sums over, else the last axis."""
+        """The column axes: those every row reduction sums over, else the innermost dimension that
+        no column sum reduces. Never a run-time size: a row is laid out when it is compiled."""
         if self.cols is not None:
             return self.cols
-        candidates = [a for a in self.axes
-                      if all(a not in r.reduced and a in r.axes for r in self.roots
-                             if r.kind == "column")]  # fmt: skip
-        return candidates[-1:]
+        kept: list[Axis] = []
+        for axis in reversed(self.axes):
+            usable = isinstance(axis.extent, int) and all(
+                axis not in r.reduced and axis in r.axes for r in self.roots if r.kind == "column"
+            )
+            if not usable or (kept and axis.family is not kept[-1].family):
+                break
+            kept.insert(0, axis)
+        return kept
 
     def rows(self) -> list[Axis]:
         cols = self.settled_cols()
@@ -209,4 +215,4 @@ class GraphPlan:
         for i, region in enumerate(self.regions):
             for node in [*region.reads(self.buffers), *region.writes()]:
                 last[node] = i
-        return {n: i for n, i in last.items() if n not in kept and n.op != "input"}
+        return {n: i for n, i in last.items() if n not in kept}

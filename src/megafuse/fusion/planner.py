@@ -64,21 +64,29 @@ class Planner:
 
     def plan(self) -> GraphPlan:
         buffers = self._initial_buffers()
+        chosen, inline = set[Node](), set[Node]()
         while True:
             try:
                 state = self._grow(buffers)
-                more = cost.worth_writing(state.regions, state.buffers, self.sizes)
+                more = cost.worth_writing(state.regions, state.buffers | inline, self.sizes)
+                chosen |= more
                 more = more or self._out_of_reach(state)
+                results = [None if o is None else operand_view(o, buffers | more)
+                           for o in self.graph.outputs]  # fmt: skip
             except Materialise as need:
                 more = {need.node}
-            if not more:
-                break
             buffers |= more
+            if not more:
+                # A value written for readers that have since joined its own walk needs no memory.
+                idle = self._unread(state) & chosen & buffers
+                if not idle:
+                    break
+                inline |= idle
+                buffers -= idle
         regions = self._ordered(state.regions)
         letter = "F" if self.direction == "forward" else "B"
         for i, region in enumerate(regions, 1):
             region.name = f"{letter}{i}"
-        results = [None if o is None else operand_view(o, buffers) for o in self.graph.outputs]
         return GraphPlan(
             self.graph, self.direction, regions, buffers, results, list(state.refused.values())
         )
@@ -125,6 +133,19 @@ class Planner:
                             continue
                         more |= self._frontier(root, read.node, state.buffers)
         return more
+
+    def _unread(self, state: _State) -> set[Node]:
+        """Buffers whose only readers compute them in the same walk."""
+        written: dict[Node, Stage] = {}
+        read: set[Node] = {n for r in state.regions if not isinstance(r, RowRegion)
+                           for n in r.reads(state.buffers)}  # fmt: skip
+        stages = [s for r in state.regions if isinstance(r, RowRegion) for s in r.stages]
+        for stage in stages:
+            written |= {r.node: stage for r in stage.roots if r.kind == "store"}
+        for stage in stages:
+            for root in stage.roots:
+                read |= {r.node for r in root.reads if written.get(r.node) is not stage}
+        return set(written) - read
 
     def _frontier(self, root: Root, reduction: Node, buffers: set[Node]) -> set[Node]:
         """The smallest values between `reduction` and `root`'s elements: rstd, not its square."""

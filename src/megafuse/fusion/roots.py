@@ -43,10 +43,13 @@ def resolve(node: Node, coords: Coords, buffers: set[Node]) -> tuple[Node, Coord
 
 
 def is_column_sum(node: Node) -> bool:
-    """A reduction is over a row when it sums the innermost extents, else over rows."""
+    """A reduction is over a row when it sums the innermost extents and they are known when the
+    kernel is compiled, else over rows."""
     if not is_reduction(node):
         return False
     shape, dims = node.inputs[0].shape, node.attrs["dims"]
+    if any(not isinstance(shape[d], int) for d in dims):
+        return True
     last = max((d for d, s in enumerate(shape) if s != 1), default=-1)
     return last not in dims
 

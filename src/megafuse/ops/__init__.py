@@ -78,6 +78,6 @@ def _spell_extern(node: Node, names: list[str]) -> str:
         return repr(value) if not hasattr(value, "free_symbols") else str(value)
 
     target = node.attrs["target"]
-    args = [show(a) for a in node.attrs["args"]]
-    args += [f"{k}={show(v)}" for k, v in node.attrs["kwargs"].items()]
+    args = [show(a) for a in node.attrs["call_args"]]
+    args += [f"{k}={show(v)}" for k, v in node.attrs["call_kwargs"].items()]
     return f"torch.ops.{target}({', '.join(args)})"

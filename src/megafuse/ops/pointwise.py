@@ -72,6 +72,7 @@ TABLE: dict[str, Pointwise] = {
         _unary("floor"),
         _unary("ceil"),
         _unary("relu"),
+        _unary("isnan", "({0} != {0})"),
         Pointwise(
             "pow", 2, ("pow",), "torch.pow({0}, {1})", "mf::pow({0}, {1})", 16,
             ((0.5, 2.0), (1.5, 3.0), (2.0, -0.5)), True,

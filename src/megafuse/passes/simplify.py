@@ -4,6 +4,8 @@ Before → after:
     reshape(reshape(x))            → reshape(x)
     permute(permute(x))            → permute(x)
     sum(cat(a, b, d), dims)        → cat(sum(a), sum(b), d)        d not in dims
+    cat(a, 0, d) + cat(0, b, d)    → cat(a, b, d)                  gradients of slices
+    any view of a constant         → the constant in that shape
     sum(x, dims of both kinds)     → sum(sum(x, inner), outer)     inner = the trailing dims
     cast(reshape(sum(x) f32), t)   → reshape(sum(x) t)             the sum used once
 """
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from megafuse.ir import Arg, Graph, Node, Rewriter, TensorType
+from megafuse.ir import Arg, Dim, Graph, Node, Rewriter, TensorType
+from megafuse.ops import is_view
 
 
 class Simplify(Rewriter):
@@ -42,7 +45,11 @@ class Simplify(Rewriter):
         x = args[0] if args and isinstance(args[0], Node) else None
         if x is None:
             return None
+        if is_view(node) and x.op == "full":
+            return self.emit("full", (), node.type, node.origin, **x.attrs)
         match node.op:
+            case "add":
+                return self._disjoint(node, x, args[1])
             case "reshape" if x.shape == node.shape:
                 return x
             case "reshape" if x.op == "reshape":
@@ -61,6 +68,33 @@ class Simplify(Rewriter):
             case "sum":
                 return self._sum(node, x)
         return None
+
+    def _disjoint(self, node: Node, a: Node, b: object) -> Node | None:
+        """Gradients of slices: zero-padded pieces of one tensor that do not overlap."""
+        if not isinstance(b, Node) or a.op != "cat" or b.op != "cat" or a.shape != b.shape:
+            return None
+        dim = a.attrs["dim"]
+        if dim != b.attrs["dim"] or a.dtype != b.dtype or a.dtype != node.dtype:
+            return None
+        pieces = sorted(_nonzero(a) + _nonzero(b), key=lambda p: p[0])
+        if any(not isinstance(start, int) for start, _ in pieces):
+            return None
+        parts: list[Node] = []
+        at = 0
+        for start, part in pieces:
+            if start < at:
+                return None
+            if start > at:
+                parts.append(self._zeros(node, dim, start - at))
+            parts.append(part)
+            at = start + part.shape[dim]
+        if node.shape[dim] != at:
+            parts.append(self._zeros(node, dim, node.shape[dim] - at))
+        return self.emit("cat", tuple(parts), node.type, node.origin, dim=dim)
+
+    def _zeros(self, like: Node, dim: int, extent: Dim) -> Node:
+        shape = tuple(extent if i == dim else s for i, s in enumerate(like.shape))
+        return self.emit("full", (), TensorType(shape, like.dtype), like.origin, value=0)
 
     def _cast_of_sum(self, node: Node, x: Node) -> Node | None:
         total = x.args[0] if x.op == "reshape" else x
@@ -97,11 +131,22 @@ class Simplify(Rewriter):
         return None
 
 
+def _nonzero(cat: Node) -> list[tuple[Dim, Node]]:
+    """(start, part) of the parts of a concatenation that are not all zero."""
+    found, at = [], 0
+    for part in cat.inputs:
+        if not (part.op == "full" and part.attrs["value"] == 0):
+            found.append((at, part))
+        at = at + part.shape[cat.attrs["dim"]]
+    return found
+
+
 def _trailing(x: Node, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims of `dims` that form the innermost run of `x`'s extents other than 1."""
-    inner = []
+    """The dims of `dims` that form the innermost run of `x`'s extents other than 1 and are known
+    when kernels are compiled."""
+    inner: list[int] = []
     for d in reversed(range(len(x.shape))):
-        if d in dims:
+        if d in dims and isinstance(x.shape[d], int):
             inner.insert(0, d)
         elif x.shape[d] != 1:
             break

@@ -1,8 +1,8 @@
 """A directory of built artefacts, keyed by everything that went into them.
 
 An entry is the artefact followed by a trailer (checksum, length, magic). ELF loaders ignore what
-follows the file they describe, so a shared library is loaded straight from its entry. Entries appear
-by ``os.replace``: a reader sees a whole entry or none, however many processes build at once.
+follows the file they describe, so a shared library is loaded straight from its entry. Entries
+appear by ``os.replace``: a reader sees a whole entry or none, however many processes build at once.
 """
 
 from __future__ import annotations

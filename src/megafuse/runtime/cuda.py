@@ -98,7 +98,12 @@ class CudaModule:
         args: Sequence[int],
         stream: int,
     ) -> None:
-        """Enqueues `name` on `stream`. `args` are the 8-byte members of its Args, in order."""
+        """Enqueues `name` on `stream`. `args` are the 8-byte members of its Args, in order.
+
+        The device's context is expected to be current, as it is inside ``torch.cuda.device``.
+        """
+        if 0 in grid:  # an empty batch; the driver would refuse it
+            return
         kernel = self._kernels[name]
         status = kernel.enqueue(grid, block, args, stream)
         if status == _INVALID_CONTEXT:
@@ -123,8 +128,8 @@ def build_cuda(
 
     if not torch.cuda.is_available():
         raise ToolchainError("torch sees no CUDA device; `megafuse doctor` says what is missing.")
-    torch.cuda.init()
-    index = torch.cuda.current_device() if device is None else device
+    current: int = torch.cuda.current_device()  # also starts CUDA, if nothing has so far
+    index = current if device is None else device
     arch = arch or device_arch(index)
     return _load(source, tuple(names), arch, fast, debug, index)
 
@@ -145,7 +150,7 @@ def _load(
     return CudaModule(cubin, names, device)
 
 
-# ---- launching ---------------------------------------------------------------------------------------
+# ---- launching -----------------------------------------------------------------------------------
 
 
 class _Slot(threading.local):
@@ -197,7 +202,7 @@ def _launch_function() -> Any:
     return function
 
 
-# ---- the driver --------------------------------------------------------------------------------------
+# ---- the driver ----------------------------------------------------------------------------------
 
 
 class _Current:
@@ -232,7 +237,7 @@ def _reason(status: int) -> str:
         return f"CUDA error {status}"
 
 
-# ---- NVRTC ---------------------------------------------------------------------------------------------
+# ---- NVRTC ---------------------------------------------------------------------------------------
 
 _INSTALL = "install them with `pip install megafuse[cuda12]` or `megafuse[cuda13]`, whichever "
 _INSTALL += "matches `torch.version.cuda`"

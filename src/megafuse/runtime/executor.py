@@ -6,21 +6,25 @@ sizes and kept; a call then allocates, fills in pointers and launches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megafuse import dump
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import cuda_schedule, host_schedule, launch
+from megafuse.codegen.schedule import cuda_schedules, host_schedule, launch
 from megafuse.config import Options
 from megafuse.device import DeviceSpec, spec_for
 from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, RowRegion
 from megafuse.ir import Node, Ref, evaluate
-from megafuse.runtime.cuda import CudaModule, build_cuda
+from megafuse.runtime.cuda import Cubin, CudaModule, compile_cubin
 from megafuse.runtime.host import HostModule, build_host
+
+HOST_PARTS = 16
+"""Parts a CPU walks its rows in: column sums stay accurate over many rows."""
 
 Progress = Callable[[str, int, int], None]
 Values = dict[Node, torch.Tensor]
@@ -37,13 +41,26 @@ class BuiltRegion:
     blocks_per_sm: int
 
 
-def emit_all(plan: GraphPlan, target: str, rounding: bool) -> list[tuple[RowRegion, RowKernel]]:
-    """Generated source of every row region; target "host" or "cuda"."""
-    choose = host_schedule if target == "host" else cuda_schedule
-    return [
-        (r, emit_rows(r, plan.buffers, choose(r), rounding, f"mf_{r.name}"))
-        for r in plan.regions if isinstance(r, RowRegion)
-    ]  # fmt: skip
+def emit_host(plan: GraphPlan, region: RowRegion, rounding: bool) -> RowKernel:
+    return emit_rows(region, plan.buffers, host_schedule(region), rounding, f"mf_{region.name}")
+
+
+def emit_cuda(
+    plan: GraphPlan, region: RowRegion, rounding: bool, arch: str, debug: bool = False
+) -> tuple[RowKernel, Cubin]:
+    """The preferred layout whose kernels the assembler fits without spilling (else the one that
+    spills least), compiled for `arch`. Needs no GPU."""
+    best: tuple[int, RowKernel, Cubin] | None = None
+    for schedule in cuda_schedules(region):
+        kernel = emit_rows(region, plan.buffers, schedule, rounding, f"mf_{region.name}")
+        cubin = compile_cubin(kernel.source, kernel.names, arch, fast=kernel.fast, debug=debug)
+        spills = sum(r.spill_stores + r.spill_loads for r in cubin.resources.values())
+        if best is None or spills < best[0]:
+            best = (spills, kernel, cubin)
+        if spills == 0:
+            break
+    assert best is not None
+    return best[1], best[2]
 
 
 class Executor:
@@ -58,35 +75,38 @@ class Executor:
         self.plan, self.device, self.options = plan, device, options
         self.spec: DeviceSpec = spec_for(device)
         self.built = self._build(progress or (lambda *_: None))
-        self.recipes: dict[tuple[int, ...], tuple[list[Step], list[Any]]] = {}
+        self.recipes: dict[tuple[int, ...], tuple[list[tuple[str, Step]], list[Any]]] = {}
         self._last = plan.last_use()
 
     def _build(self, progress: Progress) -> dict[str, BuiltRegion]:
-        target = "cuda" if self.device.type == "cuda" else "host"
-        work = emit_all(self.plan, target, self.options.rounding == "eager")
+        work = [r for r in self.plan.regions if isinstance(r, RowRegion)]
+        rounding, options = self.options.rounding == "eager", self.options
         done = 0
 
-        def build(item: tuple[RowRegion, RowKernel]) -> BuiltRegion:
+        def build(region: RowRegion) -> BuiltRegion:
             nonlocal done
-            region, kernel = item
-            names = [kernel.name, *([kernel.finish] if kernel.finish else [])]
-            if target == "host":
-                host = build_host(kernel.source, names, sanitize=self.options.sanitize,
-                                  debug=self.options.debug)  # fmt: skip
-                result = BuiltRegion(region, kernel, host, 16)
+            if self.device.type != "cuda":
+                kernel = emit_host(self.plan, region, rounding)
+                host = build_host(kernel.source, kernel.names, sanitize=options.sanitize,
+                                  debug=options.debug)  # fmt: skip
+                result = BuiltRegion(region, kernel, host, HOST_PARTS)
             else:
-                cuda = build_cuda(kernel.source, names, fast=kernel.fast, debug=self.options.debug,
-                                  device=self.device.index)  # fmt: skip
-                result = BuiltRegion(region, kernel, cuda, self._occupancy(kernel, cuda))
+                index = self.device.index
+                kernel, cubin = emit_cuda(self.plan, region, rounding, self.spec.arch, options.debug)
+                cuda = CudaModule(cubin, kernel.names, index)
+                result = BuiltRegion(region, kernel, cuda, self._occupancy(kernel, cubin))
             done += 1
             progress(f"{region.name} compiled", done, len(work))
             return result
 
         with ThreadPoolExecutor(4) as pool:
-            return {b.region.name: b for b in pool.map(build, work)}
+            built = {b.region.name: b for b in pool.map(build, work)}
+        suffix = "cuda.cu" if self.device.type == "cuda" else "host.cpp"
+        dump.write_sources(options, self.plan, suffix, [b.kernel for b in built.values()])
+        return built
 
-    def _occupancy(self, kernel: RowKernel, module: CudaModule) -> int:
-        used = module.cubin.resources[kernel.name]
+    def _occupancy(self, kernel: RowKernel, cubin: Cubin) -> int:
+        used = cubin.resources[kernel.name]
         threads = kernel.schedule.threads
         warps = -(-threads // 32)
         registers = -(-used.registers // 8) * 8 * 32 * warps
@@ -94,31 +114,39 @@ class Executor:
 
     # -- running
 
-    def run(self, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
-        """inputs: the graph's inputs, contiguous, in order; sizes: values of its run-time sizes in
-        order of name. Returns the graph's outputs (None where it has none)."""
+    def run(self, inputs: list[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
+        """inputs: the graph's inputs, contiguous, in order; the list is emptied, so that a tensor
+        nobody else holds is freed after its last use. sizes: values of the run-time sizes in order
+        of name. Returns the graph's outputs (None where it has none)."""
         recipe = self.recipes.get(sizes)
         if recipe is None:
             recipe = self.recipes[sizes] = self._recipe(sizes)
         steps, results = recipe
         values: Values = dict(zip(self.plan.graph.inputs, inputs, strict=True))
-        for step in steps:
-            step(values)
+        inputs.clear()
+        if torch.autograd._profiler_enabled():
+            for name, step in steps:
+                with torch.profiler.record_function(name):
+                    step(values)
+        else:
+            for _, step in steps:
+                step(values)
         return [None if r is None else r(values) for r in results]
 
-    def _recipe(self, sizes: tuple[int, ...]) -> tuple[list[Step], list[Any]]:
+    def _recipe(self, sizes: tuple[int, ...]) -> tuple[list[tuple[str, Step]], list[Any]]:
         named = dict(zip(sorted(self.plan.graph.sizes), sizes, strict=True))
-        steps: list[Step] = []
+        steps: list[tuple[str, Step]] = []
         for i, region in enumerate(self.plan.regions):
             dead = [n for n, last in self._last.items() if last == i]
             if isinstance(region, RowRegion):
-                steps.append(self._row_step(self.built[region.name], named))
+                step = self._row_step(self.built[region.name], named)
             elif isinstance(region, MatmulRegion):
-                steps.append(self._matmul_step(region, named))
+                step = self._matmul_step(region, named)
             else:
-                steps.append(self._extern_step(region, named))
+                step = self._extern_step(region, named)
+            steps.append((region.name, step))
             if dead:
-                steps.append(_free(dead))
+                steps.append(("free", _free(dead)))
         results = [None if o is None else _view(o, named) for o in self.plan.results]
         return steps, results
 
@@ -152,6 +180,8 @@ class Executor:
 
         def step(values: Values) -> None:
             for node, extents, dtype in new:
+                if node in values:  # a concatenation that another region writes a part of
+                    continue
                 values[node] = torch.empty(extents, dtype=dtype, device=device)
             args = list(template)
             for i in buffer_at:
@@ -219,8 +249,8 @@ class Executor:
         def step(values: Values) -> None:
             operands = [v(values) for v in views]
             result = function(
-                *[fill(a, operands) for a in attrs["args"]],
-                **{k: fill(v, operands) for k, v in attrs["kwargs"].items()},
+                *[fill(a, operands) for a in attrs["call_args"]],
+                **{k: fill(v, operands) for k, v in attrs["call_kwargs"].items()},
             )
             if attrs["multiple"]:
                 for item in items:

@@ -46,16 +46,23 @@ class HostModule:
 
 
 def build_host(
-    source: str, names: Sequence[str], *, sanitize: bool = False, debug: bool = False
+    source: str,
+    names: Sequence[str],
+    *,
+    fast: bool = False,
+    sanitize: bool = False,
+    debug: bool = False,
 ) -> HostModule:
     """Compiles `source` (or finds it in the cache) and loads it.
 
+    fast: every stored tensor is 16 bits wide, so float32 arithmetic is enough (``MF_FAST``).
     sanitize: address and undefined-behaviour sanitizers; the process must have been started with
         `sanitizer_env`. debug: no optimisation, with symbols and ``MF_DEBUG``.
     """
     compiler = find_compiler()
     text = assemble(source, "host.h")
     flags = [*_FLAGS, *_tuning(debug or sanitize), *(_SANITIZE if sanitize else ())]
+    flags += ["-DMF_FAST=1"] if fast else []
     key = cache.digest("host", text, "\0".join(flags), " ".join(compiler), _identity(compiler))
 
     def build() -> bytes:

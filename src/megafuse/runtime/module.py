@@ -40,7 +40,7 @@ class Compiled:
         if self.backward is None and self.plan.backward is not None:
             self.backward = Executor(self.plan.backward, self.device, self.options, progress)
 
-    def run_forward(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
+    def run_forward(self, tensors: list[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
         if self.options.executor == "reference":
             return interpret(self.plan.split.forward)(*tensors)
         if self.forward is None:
@@ -48,7 +48,7 @@ class Compiled:
         assert self.forward is not None
         return self.forward.run(tensors, sizes)
 
-    def run_backward(self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
+    def run_backward(self, tensors: list[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
         assert self.plan.split.backward is not None
         if self.options.executor == "reference":
             return interpret(self.plan.split.backward)(*tensors)
@@ -56,6 +56,12 @@ class Compiled:
             self.build()
         assert self.backward is not None
         return self.backward.run(tensors, sizes)
+
+
+def _hooks_on_saved() -> bool:
+    """Whether the caller asked autograd to transform what is saved for backward."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,11 +80,15 @@ class _Call(torch.autograd.Function):
     def forward(ctx: Any, compiled: Compiled, sizes: tuple[int, ...], *tensors: torch.Tensor) -> Any:
         plan = compiled.plan
         plain = [_plain(t) for t in tensors]
-        results = compiled.run_forward(plain, sizes)
+        results = compiled.run_forward(list(plain), sizes)
         outputs = results[: plan.captured.outputs]
         ctx.compiled, ctx.sizes = compiled, sizes
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*plain, *results[plan.captured.outputs :])
+        kept = results[plan.captured.outputs :]
+        # Values only this call knows are held here rather than by autograd, so that backward can
+        # drop each after its last use; hooks on saved tensors (checkpointing, offloading) see them.
+        ctx.kept = None if _hooks_on_saved() else kept
+        ctx.save_for_backward(*plain, *(kept if ctx.kept is None else ()))
         fixed = [o for i, o in enumerate(outputs) if i not in plan.captured.differentiable]
         if fixed:
             ctx.mark_non_differentiable(*fixed)
@@ -100,7 +110,14 @@ class _Call(torch.autograd.Function):
                 shape, dtype, device = ctx.like[i]
                 grad = torch.zeros(shape, dtype=dtype, device=device)
             upstream.append(_plain(grad))
-        results = compiled.run_backward([*ctx.saved_tensors, *upstream], ctx.sizes)
+        tensors = [*ctx.saved_tensors]
+        if ctx.kept is not None:
+            tensors += ctx.kept
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                ctx.kept = None
+        tensors += upstream
+        del upstream
+        results = compiled.run_backward(tensors, ctx.sizes)
         return (None, None, *results)
 
 
@@ -108,7 +125,7 @@ class _Call(torch.autograd.Function):
 class _Signature:
     """What a plan assumes about a call besides its run-time sizes."""
 
-    spec: TreeSpec
+    spec: object
     constants: tuple[Any, ...]
     tensors: tuple[Any, ...]
 
@@ -222,7 +239,7 @@ class FusedModule(nn.Module):
             ))  # fmt: skip
         constants = tuple(_freeze(v) for i, v in enumerate(flat) if i not in places)
         signature = _Signature(
-            spec, (*constants, tensors[own].device if places else None, self.training,
+            repr(spec), (*constants, tensors[own].device if places else None, self.training,
                    tuple(names), _leading(tensors[own:])),
             tuple(described),
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from megafuse.tools.timing import Step, training_step
 
 if TYPE_CHECKING:
     from megafuse.fusion.summary import PlanSummary
+    from megafuse.runtime.module import FusedModule
 
 Progress = Callable[[str, int, int], None]
 Fuse = Callable[..., Target]
@@ -27,8 +28,7 @@ _GRAD_SEED = 1000
 def _fuse(module: nn.Module, *args: Any, options: Options, **kwargs: Any) -> Target:
     from megafuse.api import fuse
 
-    fused: Target = fuse(module, *args, options=options, **kwargs)
-    return fused
+    return fuse(module, *args, options=options, **kwargs)
 
 
 @dataclass
@@ -78,13 +78,10 @@ class Candidate:
 
     def explain(self) -> str:
         """The plan for the first seed's sizes, readable, with the reason for each boundary."""
-        from megafuse.api import FusedModule, explain
+        from megafuse.api import explain
 
         case, fused = self.make(self.seed)
-        if not isinstance(fused, FusedModule):
-            return "(no plan: not a fused module)"
-        text: str = explain(fused, *case.args, **case.kwargs)
-        return text
+        return explain(cast("FusedModule", fused), *case.args, **case.kwargs)
 
     def ready(self) -> Ready:
         """The case of the first seed, bound to everything a measurement needs."""

@@ -170,8 +170,7 @@ def _refused(fused: Target, plain: Case) -> Target:
 
         copied = converted(original, torch.float32)
         options = getattr(fused, "options", None)
-        refused: Target = fuse(copied, *plain.args, options=options, **plain.kwargs)
-        return refused
+        return fuse(copied, *plain.args, options=options, **plain.kwargs)
     return copy.deepcopy(fused).to(torch.float32) if isinstance(fused, nn.Module) else fused
 
 

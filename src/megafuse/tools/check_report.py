@@ -16,6 +16,10 @@ from rich.text import Text
 
 from megafuse.tools.accuracy import TensorVerdict
 
+_LEGEND = (
+    "error: Frobenius norm of the error over that of the float64 value; max/rms: largest error\n"
+    "over its root mean square. Each limit follows from eager's figure beside it."
+)
 _SHOWN = 12  # of the failures, in print; all of them are in `failures` and in the JSON
 
 
@@ -96,6 +100,7 @@ class CheckReport:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [_stage_table(stage) for stage in self.stages]
+        parts.append(Text(_LEGEND, "dim"))
         style = "green" if self.passed else "bold red"
         notes = {f for s in self.stages for f in s.findings if f.startswith("note:")}
         parts += [Text(note, "yellow") for note in sorted(notes)]

@@ -107,7 +107,7 @@ def _nvrtc(built: str | None) -> Finding:
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         status, high, low = nvrtc.nvrtcVersion()
-    except Exception as error:  # noqa: BLE001 - a missing library has several unrelated types
+    except Exception as error:  # a missing library has several unrelated types
         return Finding("NVRTC", False, f"{type(error).__name__}: {error}"[:60], purpose, way)
     ok = int(status) == 0
     return Finding("NVRTC", ok, f"{high}.{low}, cuda-bindings {bindings}", purpose, way)

@@ -39,7 +39,10 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu_name(),
         "cpu_threads": torch.get_num_threads(),
-        "packages": {name: version(name) for name in ("megafuse", "torch", "triton", "numpy")},
+        "packages": {
+            "torch": torch.__version__,
+            **{name: version(name) for name in ("megafuse", "triton", "numpy")},
+        },
         "cuda": torch.version.cuda,
         "device": str(device),
         "gpu": gpu(device),

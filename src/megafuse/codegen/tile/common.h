@@ -4,7 +4,9 @@
 //   MF_UNROLL      pragma that unrolls the next loop (nothing on the host)
 //   MF_KEEP_LOOP   pragma for a run-time loop over the vectors of a long row
 //   MF_LANES       loop over the lanes of a vector
-//   mf::scalar     the arithmetic of one float: exp, sigmoid, maximum, ...
+//   mf::real       what values are computed in: float, or double where storage is float32 and the
+//                  machine has double for little
+//   mf::scalar     the arithmetic of one real: exp, sigmoid, maximum, ...
 
 // Walk the vectors of a row. MF_STEPS: few vectors, held in registers, so the loop disappears.
 // MF_LOOP: a long row (long_stream and its kin), so the loop stays.
@@ -41,22 +43,22 @@ struct Cols {
 
 // ---- arithmetic on the lanes of one vector ------------------------------------------------------
 
-// V consecutive columns of a row in float32. A plain float stands for a vector of equal lanes.
+// V consecutive columns of a row. A plain number stands for a vector of equal lanes.
 template <int V>
 struct Vec {
-  float e[V];
+  real e[V];
   Vec() = default;
-  MF_FN Vec(float x) { MF_LANES(i, V) e[i] = x; }
+  MF_FN Vec(real x) { MF_LANES(i, V) e[i] = x; }
 };
 
 // A vector's lane, or a scalar seen as every lane.
 template <int V>
-MF_FN float lane(const Vec<V>& a, int i) { return a.e[i]; }
-MF_FN float lane(float a, int) { return a; }
+MF_FN real lane(const Vec<V>& a, int i) { return a.e[i]; }
+MF_FN real lane(real a, int) { return a; }
 
 // The type an expression over vectors and scalars has: a vector as soon as one operand is one.
 template <class... A>
-struct Joined { using type = float; };
+struct Joined { using type = real; };
 template <int V, class... A>
 struct Joined<Vec<V>, A...> { using type = Vec<V>; };
 template <class S, class... A>
@@ -64,7 +66,7 @@ struct Joined<S, A...> { using type = typename Joined<A...>::type; };
 
 // f applied lane by lane; once, when every operand is a scalar.
 template <class F>
-MF_FN float lanewise(float*, F f) { return f(0); }
+MF_FN real lanewise(real*, F f) { return f(0); }
 template <int V, class F>
 MF_FN Vec<V> lanewise(Vec<V>*, F f) {
   Vec<V> r;
@@ -73,7 +75,7 @@ MF_FN Vec<V> lanewise(Vec<V>*, F f) {
 }
 
 #define MF_UNARY(NAME)                                            \
-  MF_FN float NAME(float a) { return scalar::NAME(a); }           \
+  MF_FN real NAME(real a) { return scalar::NAME(a); }             \
   template <int V>                                                \
   MF_FN Vec<V> NAME(const Vec<V>& a) {                            \
     Vec<V> r;                                                     \
@@ -88,36 +90,36 @@ MF_FN Vec<V> lanewise(Vec<V>*, F f) {
     return r;                                                     \
   }                                                               \
   template <int V>                                                \
-  MF_FN Vec<V> NAME(const Vec<V>& a, float b) {                   \
+  MF_FN Vec<V> NAME(const Vec<V>& a, real b) {                    \
     Vec<V> r;                                                     \
     MF_LANES(i, V) r.e[i] = WORD(a.e[i], b);                      \
     return r;                                                     \
   }                                                               \
   template <int V>                                                \
-  MF_FN Vec<V> NAME(float a, const Vec<V>& b) {                   \
+  MF_FN Vec<V> NAME(real a, const Vec<V>& b) {                    \
     Vec<V> r;                                                     \
     MF_LANES(i, V) r.e[i] = WORD(a, b.e[i]);                      \
     return r;                                                     \
   }
 #define MF_BINARY(NAME)                                           \
-  MF_FN float NAME(float a, float b) { return scalar::NAME(a, b); } \
+  MF_FN real NAME(real a, real b) { return scalar::NAME(a, b); }  \
   MF_BINARY_VEC(NAME, scalar::NAME)
 
 namespace scalar {
-MF_FN float add(float a, float b) { return a + b; }
-MF_FN float sub(float a, float b) { return a - b; }
-MF_FN float mul(float a, float b) { return a * b; }
-MF_FN float lt(float a, float b) { return a < b ? 1.f : 0.f; }
-MF_FN float le(float a, float b) { return a <= b ? 1.f : 0.f; }
-MF_FN float gt(float a, float b) { return a > b ? 1.f : 0.f; }
-MF_FN float ge(float a, float b) { return a >= b ? 1.f : 0.f; }
-MF_FN float eq(float a, float b) { return a == b ? 1.f : 0.f; }
-MF_FN float ne(float a, float b) { return a != b ? 1.f : 0.f; }
-MF_FN float logical_not(float a) { return a == 0.f ? 1.f : 0.f; }
-MF_FN float logical_and(float a, float b) { return a != 0.f && b != 0.f ? 1.f : 0.f; }
-MF_FN float logical_or(float a, float b) { return a != 0.f || b != 0.f ? 1.f : 0.f; }
-MF_FN float neg(float a) { return -a; }
-MF_FN float square(float a) { return a * a; }
+MF_FN real add(real a, real b) { return a + b; }
+MF_FN real sub(real a, real b) { return a - b; }
+MF_FN real mul(real a, real b) { return a * b; }
+MF_FN real lt(real a, real b) { return a < b ? real(1) : real(0); }
+MF_FN real le(real a, real b) { return a <= b ? real(1) : real(0); }
+MF_FN real gt(real a, real b) { return a > b ? real(1) : real(0); }
+MF_FN real ge(real a, real b) { return a >= b ? real(1) : real(0); }
+MF_FN real eq(real a, real b) { return a == b ? real(1) : real(0); }
+MF_FN real ne(real a, real b) { return a != b ? real(1) : real(0); }
+MF_FN real logical_not(real a) { return a == 0.f ? real(1) : real(0); }
+MF_FN real logical_and(real a, real b) { return a != 0.f && b != 0.f ? real(1) : real(0); }
+MF_FN real logical_or(real a, real b) { return a != 0.f || b != 0.f ? real(1) : real(0); }
+MF_FN real neg(real a) { return -a; }
+MF_FN real square(real a) { return a * a; }
 }  // namespace scalar
 
 // Pointwise words, on vectors and on row scalars alike. Comparisons and logic give 1 or 0.
@@ -156,7 +158,8 @@ MF_FN typename Joined<C, A, B>::type where(const C& c, const A& a, const B& b) {
 template <class A, class B, class C>
 MF_FN typename Joined<A, B, C>::type fma(const A& a, const B& b, const C& c) {
   using R = typename Joined<A, B, C>::type;
-  return lanewise((R*)nullptr, [&](int i) { return scalar::fma(lane(a, i), lane(b, i), lane(c, i)); });
+  return lanewise((R*)nullptr,
+                  [&](int i) { return scalar::fma(lane(a, i), lane(b, i), lane(c, i)); });
 }
 
 // ---- small holders ------------------------------------------------------------------------------
@@ -164,8 +167,8 @@ MF_FN typename Joined<A, B, C>::type fma(const A& a, const B& b, const C& c) {
 // K reduced values, the same in every thread of the team.
 template <int K>
 struct Pack {
-  float e[K];
-  MF_FN float operator[](int i) const { return e[i]; }
+  real e[K];
+  MF_FN real operator[](int i) const { return e[i]; }
 };
 
 template <class... F>
@@ -173,16 +176,16 @@ MF_FN Pack<sizeof...(F)> pack(F... f) { return {{f...}}; }
 
 // How accumulators combine.
 struct Add {
-  MF_FN static float identity() { return 0.f; }
-  MF_FN static float apply(float a, float b) { return a + b; }
+  MF_FN static real identity() { return 0; }
+  MF_FN static real apply(real a, real b) { return a + b; }
 };
 struct Most {
-  MF_FN static float identity() { return -scalar::infinity(); }
-  MF_FN static float apply(float a, float b) { return scalar::max(a, b); }
+  MF_FN static real identity() { return -scalar::infinity(); }
+  MF_FN static real apply(real a, real b) { return scalar::max(a, b); }
 };
 struct Least {
-  MF_FN static float identity() { return scalar::infinity(); }
-  MF_FN static float apply(float a, float b) { return scalar::min(a, b); }
+  MF_FN static real identity() { return scalar::infinity(); }
+  MF_FN static real apply(real a, real b) { return scalar::min(a, b); }
 };
 
 // A value computed in one phase of a row and wanted again in a later one.

@@ -20,14 +20,16 @@
 
 using i64 = long long;
 
-// Storage types. Arithmetic is float32 throughout; these exist in memory only.
+// Storage types: these exist in memory only.
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
 struct bool8 { unsigned char bits; };
 
 namespace mf {
 
-// ---- arithmetic of one lane -----------------------------------------------------------------------
+using real = float;
+
+// ---- arithmetic of one lane ---------------------------------------------------------------------
 
 namespace scalar {
 MF_FN float infinity() { return __uint_as_float(0x7f800000u); }
@@ -76,7 +78,7 @@ MF_FN float round(float x) { return ::rintf(x); }
 
 }  // namespace scalar
 
-// ---- storage: registers as they come from memory ------------------------------------------------------
+// ---- storage: registers as they come from memory ------------------------------------------------
 
 // How each storage type sits in words. get: element i as float. put: elements 0..n-1 of v into w.
 template <class T>
@@ -110,6 +112,10 @@ template <>
 struct Storage<bool8> {
   MF_FN static float get(const unsigned* w, int i) {
     return (w[i / 4] >> (i % 4 * 8) & 0xffu) ? 1.f : 0.f;
+  }
+  MF_FN static void put(unsigned* w, const float* v, int n) {
+    MF_LANES(i, (n + 3) / 4) w[i] = 0u;
+    MF_LANES(i, n) w[i / 4] |= v[i] != 0.f ? 1u << (i % 4 * 8) : 0u;
   }
 };
 template <>
@@ -156,13 +162,15 @@ MF_FN void write_one(T* p, float v) {
 
 namespace mf {
 
-// ---- accumulators over one row ----------------------------------------------------------------------
+// ---- accumulators over one row ------------------------------------------------------------------
 
 // What Sum, Max and Min share: this thread's part of the row. Two chains, even and odd lanes: as
-// many fused multiply-adds as one chain, half the waiting.
+// many fused multiply-adds as one chain, half the waiting. In a long row 32 vectors go into the
+// chains, then the chains go into `far`, so that the sum does not lose its low bits.
 template <class C, class Op>
 struct Accumulator {
-  float even = Op::identity(), odd = Op::identity();
+  static constexpr bool LONG = C::steps > 32;
+  float even = Op::identity(), odd = Op::identity(), far = Op::identity();
   template <class Team>
   MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
     if (C::live(team, j) == 0) return;
@@ -170,8 +178,15 @@ struct Accumulator {
       float& chain = i % 2 ? odd : even;
       chain = Op::apply(chain, v.e[i]);
     }
+    if (LONG && (j & 31) == 31) {
+      far = Op::apply(far, chains());
+      even = odd = Op::identity();
+    }
   }
-  MF_FN float total() const { return C::lanes > 1 ? Op::apply(even, odd) : even; }
+  MF_FN float total() const { return LONG ? Op::apply(far, chains()) : chains(); }
+
+ private:
+  MF_FN float chains() const { return C::lanes > 1 ? Op::apply(even, odd) : even; }
 };
 template <class C> using Sum = Accumulator<C, Add>;
 template <class C> using Max = Accumulator<C, Most>;
@@ -179,7 +194,7 @@ template <class C> using Min = Accumulator<C, Least>;
 
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
-// ---- the team -----------------------------------------------------------------------------------------
+// ---- the team -----------------------------------------------------------------------------------
 
 // TEAM threads that walk a row together, TEAMS of them in a block. A power of two up to 32 (teams
 // share a warp, and may run different numbers of rows: shuffles name this team's lanes only), or
@@ -285,7 +300,7 @@ struct Team {
       // Double-buffered: a thread still reading one half cannot be overtaken twice, because the
       // reduction in between has a barrier of its own.
       constexpr int ROW = (WARPS + 3) / 4 * 4;
-      __shared__ alignas(16) float exchange[2][TEAMS][K][ROW];
+      alignas(16) __shared__ float exchange[2][TEAMS][K][ROW];
       float(*own)[ROW] = exchange[phase][index()];
       phase ^= 1;
       const int here = threadIdx.x & 31, warp = rank() / 32, k = here / (32 / P);
@@ -319,7 +334,7 @@ struct Team {
   }
 };
 
-// ---- reading rows ----------------------------------------------------------------------------------------
+// ---- reading rows -------------------------------------------------------------------------------
 
 // One row's worth of a tensor in this thread's registers. Every aligned run of A columns lies
 // together in memory (SPLAT: shares the one element at its first column's offset).
@@ -388,9 +403,13 @@ struct LongStream {
   }
 };
 template <class C, class T, int A, bool FRESH = false, class Col>
-MF_FN LongStream<C, T, A, false, FRESH, Col> long_stream(Col col) { return {col, nullptr, nullptr}; }
+MF_FN LongStream<C, T, A, false, FRESH, Col> long_stream(Col col) {
+  return {col, nullptr, nullptr};
+}
 template <class C, class T, int A, bool FRESH = false, class Col>
-MF_FN LongStream<C, T, A, true, FRESH, Col> long_splat(Col col) { return {col, nullptr, nullptr}; }
+MF_FN LongStream<C, T, A, true, FRESH, Col> long_splat(Col col) {
+  return {col, nullptr, nullptr};
+}
 template <class C, class T, int A, class Team, class Col>
 MF_FN LongStream<C, T, A, false, false, Col> long_hold(const Team&, const T* base, Col col) {
   return {col, base, base};
@@ -425,7 +444,7 @@ struct Scalar {
   MF_FN float value() const { return Storage<T>::get(current.w, 0); }
 };
 
-// ---- writing ---------------------------------------------------------------------------------------------
+// ---- writing ------------------------------------------------------------------------------------
 
 // Writes vector j of the row at `base`, in aligned runs of A columns.
 template <class C, class T, int A, class Team, class Col>
@@ -441,7 +460,7 @@ MF_FN void store(const Team& team, int j, T* base, const Col& col, const Vec<C::
   }
 }
 
-// ---- sums over rows ----------------------------------------------------------------------------------------
+// ---- sums over rows -----------------------------------------------------------------------------
 
 // Eight or fewer neighbouring partials, 16 bytes at a time where the vector's width allows.
 template <int V>
@@ -454,24 +473,48 @@ MF_FN void write_partials(float* p, const float* v) {
   }
 }
 
-// One float32 partial a column and team, summed in registers over the team's rows in their order,
-// written once to partials[part * columns + column].
+// One float32 partial a column and team, summed in registers over the team's rows in their order
+// and written to partials[part * columns + column] at the end. Where storage is float32, every 16
+// rows go into memory before that: a register then adds few enough values to keep their low bits,
+// and what the addition in memory rounds off stays in the register.
 template <class C>
 struct Column {
+  static constexpr int FLUSH = 16;
   float* own;
   float sum[C::steps][C::lanes];
+  int rows = 0;
   template <class Team>
   MF_FN Column(const Team& team, float* partials) : own(partials + team.part() * C::columns) {
     MF_STEPS(j, C) MF_LANES(i, C::lanes) sum[j][i] = 0.f;
   }
   template <class Team>
-  MF_FN void add(const Team&, int j, const Vec<C::lanes>& v) {
+  MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
     MF_LANES(i, C::lanes) sum[j][i] += v.e[i];
+#if !MF_FAST
+    if (j == 0) ++rows;
+    if (rows % FLUSH == 0 && C::live(team, j)) flush(own + C::column(team, j), sum[j]);
+#endif
   }
   template <class Team>
-  MF_FN void write(const Team& team) const {
+  MF_FN void write(const Team& team) {
     MF_STEPS(j, C)
-      if (C::live(team, j)) write_partials<C::lanes>(own + C::column(team, j), sum[j]);
+      if (C::live(team, j)) {
+        float* p = own + C::column(team, j);
+        if (rows >= FLUSH) MF_LANES(i, C::lanes) sum[j][i] += p[i];
+        write_partials<C::lanes>(p, sum[j]);
+      }
+  }
+
+ private:
+  MF_FN void flush(float* p, float (&s)[C::lanes]) const {
+    float t[C::lanes];
+    MF_LANES(i, C::lanes) {
+      const float far = rows == FLUSH ? 0.f : p[i];
+      t[i] = far + s[i];
+      const float added = t[i] - far, lost = (far - (t[i] - added)) + (s[i] - added);
+      s[i] = lost == lost ? lost : 0.f;  // t is infinite or NaN, and stays so
+    }
+    write_partials<C::lanes>(p, t);
   }
 };
 
@@ -501,17 +544,22 @@ struct LongColumn {
 // partials[index(k, i) * n + c]. A block of 32 x 8 threads takes 32 columns; its 8 rows of threads
 // take every eighth i in order and are then combined in order, so the grid's size cannot show.
 struct Finisher {
+#if MF_FAST
+  using Wide = float;
+#else
+  using Wide = double;
+#endif
   static constexpr int WIDE = 32, SLICES = 8;
   template <class T, class Index, class Out>
   MF_FN void column(int which, const float* partials, int n, i64 kept, i64 count,
                     const Index& index, const Out& out) const {
-    float(*slices)[WIDE] = shared();
+    Wide(*slices)[WIDE] = shared();
     if (int(blockIdx.y) != which) return;
     const int x = threadIdx.x, y = threadIdx.y, tiles = (n + WIDE - 1) / WIDE;
     for (i64 tile = blockIdx.x; tile < kept * tiles; tile += gridDim.x) {
       const i64 k = tile / tiles;
       const int c = int(tile % tiles) * WIDE + x;
-      float sum = 0.f;
+      Wide sum = 0;
       if (c < n) {
         // Four loads in flight, added in order.
         i64 i = y;
@@ -525,9 +573,9 @@ struct Finisher {
       slices[y][x] = sum;
       __syncthreads();
       if (y == 0 && c < n) {
-        float total = slices[0][x];
+        Wide total = slices[0][x];
         MF_UNROLL for (int s = 1; s < SLICES; ++s) total += slices[s][x];
-        write_one<T>(out(k, c), total);
+        write_one<T>(out(k, c), float(total));
       }
       __syncthreads();
     }
@@ -535,15 +583,15 @@ struct Finisher {
 
  private:
   // Outside the template: a block works on one sum, so all of them share these bytes.
-  MF_FN static float (*shared())[WIDE] {
-    __shared__ float slices[SLICES][WIDE];
+  MF_FN static Wide (*shared())[WIDE] {
+    __shared__ Wide slices[SLICES][WIDE];
     return slices;
   }
 };
 
 }  // namespace mf
 
-// ---- entry points --------------------------------------------------------------------------------------------
+// ---- entry points -------------------------------------------------------------------------------
 
 // Teams beyond the last part leave before anything else, a whole team at a time.
 #define MF_KERNEL(NAME)                                                                       \

@@ -12,16 +12,28 @@
 #define MF_KEEP_ROWS
 #define MF_LANES(i, V) for (int i = 0; i < (V); ++i)
 
+// 1 when every stored tensor is 16 bits wide: float32 arithmetic is then exact enough. Otherwise
+// everything between a load and a store is double, and a stored float32 has one rounding.
+#ifndef MF_FAST
+#define MF_FAST 0
+#endif
+
 using i64 = long long;
 
-// Storage types. Arithmetic is float32 throughout; these exist in memory only.
+// Storage types: these exist in memory only.
 struct bf16 { unsigned short bits; };
 struct f16 { unsigned short bits; };
 struct bool8 { unsigned char bits; };
 
 namespace mf {
 
-// ---- conversions: round to nearest even, written so that a loop over them vectorises --------------
+#if MF_FAST
+using real = float;
+#else
+using real = double;
+#endif
+
+// ---- conversions: round to nearest even, written so that a loop over them vectorises ------------
 
 MF_FN unsigned bits_of(float x) {
   unsigned u;
@@ -31,6 +43,16 @@ MF_FN unsigned bits_of(float x) {
 MF_FN float float_of(unsigned u) {
   float x;
   std::memcpy(&x, &u, 4);
+  return x;
+}
+MF_FN unsigned long long bits_of(double x) {
+  unsigned long long u;
+  std::memcpy(&u, &x, 8);
+  return u;
+}
+MF_FN double float_of(unsigned long long u) {
+  double x;
+  std::memcpy(&x, &u, 8);
   return x;
 }
 
@@ -45,8 +67,8 @@ MF_FN float load(f16 x) {
   return float_of(m | (u & 0x8000u) << 16);
 }
 MF_FN float load(bool8 x) { return x.bits ? 1.f : 0.f; }
-MF_FN float load(int x) { return float(x); }
-MF_FN float load(i64 x) { return float(x); }
+MF_FN real load(int x) { return real(x); }
+MF_FN real load(i64 x) { return real(x); }
 
 MF_FN void convert(float x, float& out) { out = x; }
 MF_FN void convert(float x, bf16& out) {
@@ -64,22 +86,23 @@ MF_FN void convert(float x, f16& out) {
   const unsigned r = m >= 0x47800000u ? huge : m < 0x38800000u ? tiny : normal;
   out.bits = (unsigned short)(r | sign);
 }
+MF_FN void convert(real x, bool8& out) { out.bits = x != 0; }
 template <class T>
-MF_FN T store_as(float x) {
+MF_FN T store_as(real x) {
   T out;
   convert(x, out);
   return out;
 }
 
-// ---- arithmetic of one lane -----------------------------------------------------------------------
+// ---- arithmetic of one lane ---------------------------------------------------------------------
 
 namespace scalar {
-MF_FN float infinity() { return __builtin_inff(); }
-MF_FN float fma(float a, float b, float c) { return a * b + c; }
-MF_FN float div(float a, float b) { return a / b; }
-MF_FN float max(float a, float b) { return a > b || a != a ? a : b; }
-MF_FN float min(float a, float b) { return a < b || a != a ? a : b; }
-MF_FN float relu(float a) { return a < 0.f ? 0.f : a; }
+MF_FN real infinity() { return __builtin_inff(); }
+MF_FN real fma(real a, real b, real c) { return a * b + c; }
+MF_FN real div(real a, real b) { return a / b; }
+MF_FN real max(real a, real b) { return a > b || a != a ? a : b; }
+MF_FN real min(real a, real b) { return a < b || a != a ? a : b; }
+MF_FN real relu(real a) { return a < 0 ? real(0) : a; }
 
 // e^x within 2 ulp, subnormal results included: x = n ln2 + r, |r| <= ln2 / 2, a polynomial in r,
 // and 2^n applied in two factors because n itself may leave the exponent's range.
@@ -100,27 +123,49 @@ MF_FN float exp(float x) {
   const unsigned half = unsigned(int(k) >> 1), rest = k - half;
   return p * float_of((half + 127u) << 23) * float_of((rest + 127u) << 23);
 }
-MF_FN float sigmoid(float x) { return 1.f / (1.f + scalar::exp(-x)); }
-MF_FN float rcp(float x) { return 1.f / x; }
-MF_FN float sqrt(float x) { return __builtin_sqrtf(x); }
-MF_FN float rsqrt(float x) { return 1.f / __builtin_sqrtf(x); }
-MF_FN float abs(float x) { return __builtin_fabsf(x); }
-MF_FN float floor(float x) { return __builtin_floorf(x); }
-MF_FN float ceil(float x) { return __builtin_ceilf(x); }
-MF_FN float trunc(float x) { return __builtin_truncf(x); }
-MF_FN float round(float x) { return __builtin_rintf(x); }
-MF_FN float exp2(float x) { return std::exp2(x); }
-MF_FN float expm1(float x) { return std::expm1(x); }
-MF_FN float log(float x) { return std::log(x); }
-MF_FN float log1p(float x) { return std::log1p(x); }
-MF_FN float log2(float x) { return std::log2(x); }
-MF_FN float tanh(float x) { return std::tanh(x); }
-MF_FN float erf(float x) { return std::erf(x); }
-MF_FN float sin(float x) { return std::sin(x); }
-MF_FN float cos(float x) { return std::cos(x); }
-MF_FN float pow(float x, float y) { return std::pow(x, y); }
-MF_FN float to_bf16(float x) { return load(store_as<bf16>(x)); }
-MF_FN float to_f16(float x) { return load(store_as<f16>(x)); }
+// The same in double, within 2^-40: far below what a float32 result can show.
+MF_FN double exp(double x) {
+  x = x > 710. ? 710. : x;
+  x = x < -746. ? -746. : x;
+  const double shifted = x * 1.4426950408889634 + 0x1.8p52;  // rounds to an integer
+  const double n = shifted - 0x1.8p52;
+  const double r = (x - n * 0x1.62e42feep-1) - n * 0x1.a39ef35793c76p-33;
+  double p = 1. / 3628800.;  // Taylor: the first term left out is 2^-42 at |r| = ln2 / 2
+  p = p * r + 1. / 362880.;
+  p = p * r + 1. / 40320.;
+  p = p * r + 1. / 5040.;
+  p = p * r + 1. / 720.;
+  p = p * r + 1. / 120.;
+  p = p * r + 1. / 24.;
+  p = p * r + 1. / 6.;
+  p = p * r + 0.5;
+  p = p * (r * r) + r + 1.;
+  const auto k = bits_of(shifted) - bits_of(0x1.8p52);  // n as an integer, modulo 2^64
+  // Halved with its sign: a 64-bit shift that keeps the sign is not a vector instruction everywhere.
+  const auto half = ((k + 4096u) >> 1) - 2048u, rest = k - half;
+  return p * float_of((half + 1023u) << 52) * float_of((rest + 1023u) << 52);
+}
+MF_FN real sigmoid(real x) { return 1 / (1 + scalar::exp(-x)); }
+MF_FN real rcp(real x) { return 1 / x; }
+MF_FN real sqrt(real x) { return std::sqrt(x); }
+MF_FN real rsqrt(real x) { return 1 / std::sqrt(x); }
+MF_FN real abs(real x) { return std::fabs(x); }
+MF_FN real floor(real x) { return std::floor(x); }
+MF_FN real ceil(real x) { return std::ceil(x); }
+MF_FN real trunc(real x) { return std::trunc(x); }
+MF_FN real round(real x) { return std::rint(x); }
+MF_FN real exp2(real x) { return std::exp2(x); }
+MF_FN real expm1(real x) { return std::expm1(x); }
+MF_FN real log(real x) { return std::log(x); }
+MF_FN real log1p(real x) { return std::log1p(x); }
+MF_FN real log2(real x) { return std::log2(x); }
+MF_FN real tanh(real x) { return std::tanh(x); }
+MF_FN real erf(real x) { return std::erf(x); }
+MF_FN real sin(real x) { return std::sin(x); }
+MF_FN real cos(real x) { return std::cos(x); }
+MF_FN real pow(real x, real y) { return std::pow(x, y); }
+MF_FN real to_bf16(real x) { return load(store_as<bf16>(x)); }
+MF_FN real to_f16(real x) { return load(store_as<f16>(x)); }
 }  // namespace scalar
 }  // namespace mf
 
@@ -128,11 +173,11 @@ MF_FN float to_f16(float x) { return load(store_as<f16>(x)); }
 
 namespace mf {
 
-// ---- accumulators over one row ----------------------------------------------------------------------
+// ---- accumulators over one row ------------------------------------------------------------------
 
 // Lanes of a wide accumulator, combined as a balanced tree.
 template <class Op, int V>
-MF_FN float tree(float (&v)[V]) {
+MF_FN real tree(real (&v)[V]) {
   for (int n = V; n > 1; n = (n + 1) / 2)
     for (int i = 0; i < n / 2; ++i) v[i] = Op::apply(v[i], v[n - 1 - i]);
   return v[0];
@@ -143,7 +188,7 @@ MF_FN float tree(float (&v)[V]) {
 template <class C, class Op>
 struct Accumulator {
   static constexpr int V = C::lanes;
-  float near[V], far[V];
+  real near[V], far[V];
   MF_FN Accumulator() {
     for (int i = 0; i < V; ++i) near[i] = far[i] = Op::identity();
   }
@@ -161,8 +206,8 @@ struct Accumulator {
         near[i] = Op::identity();
       }
   }
-  MF_FN float total() const {
-    float t[V];
+  MF_FN real total() const {
+    real t[V];
     for (int i = 0; i < V; ++i) t[i] = Op::apply(far[i], near[i]);
     return tree<Op>(t);
   }
@@ -171,7 +216,7 @@ template <class C> using Sum = Accumulator<C, Add>;
 template <class C> using Max = Accumulator<C, Most>;
 template <class C> using Min = Accumulator<C, Least>;
 
-// ---- the team: here, one thread that is a whole block ------------------------------------------------
+// ---- the team: here, one thread that is a whole block -------------------------------------------
 
 template <int TEAM, int TEAMS>
 struct Team {
@@ -189,11 +234,11 @@ struct Team {
   template <class... A>
   MF_FN Pack<sizeof...(A)> min(const A&... a) const { return {{a.total()...}}; }
   template <class T>
-  MF_FN void store(T* p, float v) const { *p = store_as<T>(v); }
+  MF_FN void store(T* p, real v) const { *p = store_as<T>(v); }
   MF_FN void block_sync() const {}
 };
 
-// ---- reading and writing rows --------------------------------------------------------------------------
+// ---- reading and writing rows -------------------------------------------------------------------
 
 // Vector j of the row at `base`. Every aligned run of A columns lies together in memory (SPLAT:
 // shares the one element at its first column's offset).
@@ -213,7 +258,7 @@ MF_FN Vec<C::lanes> read(const Team& team, int j, const T* base, const Col& col)
     // counts from there.
     for (int i = 0; i < V; ++i) {
       const int c = c0 + i, start = c0 + i / RUN * RUN;
-      v.e[i] = i < live ? load(base[col(start) + (SPLAT ? 0 : c - start)]) : 0.f;
+      v.e[i] = i < live ? load(base[col(start) + (SPLAT ? 0 : c - start)]) : 0;
     }
   }
   return v;
@@ -258,10 +303,10 @@ MF_FN Stream<C, T, A, false, Col> long_hold(const Team&, const T* base, Col col)
 // One value a row.
 template <class T, bool FRESH = false>
 struct Scalar {
-  float next = 0.f, current = 0.f;
+  real next = 0, current = 0;
   MF_FN void fetch(const T* p) { next = load(*p); }
   MF_FN void advance() { current = next; }
-  MF_FN float value() const { return current; }
+  MF_FN real value() const { return current; }
 };
 
 // Writes vector j of the row at `base`, in aligned runs of A columns.
@@ -280,19 +325,31 @@ MF_FN void store(const Team& team, int j, T* base, const Col& col, const Vec<C::
   }
 }
 
-// ---- sums over rows ---------------------------------------------------------------------------------------
+// ---- sums over rows -----------------------------------------------------------------------------
 
-// One float32 partial a column and team, at partials[part * columns + column].
+// One float32 partial a column and team, at partials[part * columns + column]: summed there, or in
+// double beside it and rounded once.
 template <class C>
 struct Column {
+  static constexpr bool BESIDE = sizeof(real) > sizeof(float);
   float* own;
+  real* sum;
   template <class Team>
   MF_FN Column(const Team& team, float* partials) : own(partials + team.part() * C::columns) {
-    for (int c = 0; c < C::columns; ++c) own[c] = 0.f;
+    if constexpr (BESIDE) {
+      sum = new real[C::columns];
+    } else {
+      sum = own;
+    }
+    for (int c = 0; c < C::columns; ++c) sum[c] = 0;
+  }
+  Column(const Column&) = delete;
+  MF_FN ~Column() {
+    if constexpr (BESIDE) delete[] sum;
   }
   template <class Team>
   MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
-    float* p = own + C::column(team, j);
+    real* p = sum + C::column(team, j);
     const int live = C::live(team, j);
     if (C::columns % C::lanes == 0 || live == C::lanes) {
       for (int i = 0; i < C::lanes; ++i) p[i] += v.e[i];
@@ -301,12 +358,15 @@ struct Column {
     }
   }
   template <class Team>
-  MF_FN void write(const Team&) const {}
+  MF_FN void write(const Team&) const {
+    if constexpr (BESIDE)
+      for (int c = 0; c < C::columns; ++c) own[c] = float(sum[c]);
+  }
 };
 template <class C> using LongColumn = Column<C>;
 
 // Adds the partials of a column sum up: out(k, c) = sum over i < count, in that order, of
-// partials[index(k, i) * n + c].
+// partials[index(k, i) * n + c], added in double.
 struct Finisher {
   template <class T, class Index, class Out>
   MF_FN void column(int, const float* partials, int n, i64 kept, i64 count, const Index& index,
@@ -315,7 +375,7 @@ struct Finisher {
     for (i64 k = 0; k < kept; ++k)
       for (int c0 = 0; c0 < n; c0 += STRIP) {
         const int width = n - c0 < STRIP ? n - c0 : STRIP;
-        float sum[STRIP] = {};
+        double sum[STRIP] = {};
         for (i64 i = 0; i < count; ++i) {
           const float* p = partials + index(k, i) * n + c0;
           for (int c = 0; c < width; ++c) sum[c] += p[c];
@@ -327,7 +387,7 @@ struct Finisher {
 
 }  // namespace mf
 
-// ---- entry points: one call runs every part -----------------------------------------------------------------
+// ---- entry points: one call runs every part -----------------------------------------------------
 
 #define MF_KERNEL(NAME)                                     \
   extern "C" void NAME(const NAME::Args* a) {               \

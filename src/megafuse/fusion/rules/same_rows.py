@@ -15,9 +15,8 @@ from megafuse.ir import Node, product
 
 def produced(stage: Stage) -> dict[Node, Root]:
     """Values another root could take from this stage in registers."""
-    made = {r.node: r for r in stage.roots if r.kind == "row"}
-    made |= {r.node: r for r in stage.roots if r.kind == "store" and r.target is r.node}
-    return made
+    made = {r.node: r for r in stage.roots if r.kind == "store" and r.target is r.node}
+    return made | {r.node: r for r in stage.roots if r.kind == "row"}
 
 
 def pairs_between(x: Stage, y: Stage) -> list[Pair]:

@@ -1,0 +1,175 @@
+"""Row kernels of a plan, one by one: time and fraction of the measured copy bandwidth.
+
+    python benchmarks/rows.py [--shape B,T,D,k] [--dtype bf16] [--sweep] [--json PATH]
+
+Each kernel runs on random data with the L2 flushed before every launch; the median of the samples
+is kept. Bytes are the plan's own: every tensor a region reads or writes counted once. With --sweep
+every layout that does not spill is timed, which is how the defaults in `codegen/schedule.py` were
+found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megafuse
+from megafuse.codegen.rows import emit_rows
+from megafuse.codegen.schedule import Schedule, StageSchedule, columns_of
+from megafuse.fusion.describe import read_bytes, written_bytes
+from megafuse.fusion.plan import GraphPlan, RowRegion
+from megafuse.ir import evaluate
+from megafuse.runtime.cuda import CudaModule, compile_cubin
+from megafuse.runtime.executor import BuiltRegion, Executor
+from megafuse.subgraphs import Settings, load
+from megafuse.tools.environment import environment
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def timed(step: Callable[[], None], samples: int = 11) -> list[float]:
+    """Milliseconds of `samples` launches, each after an L2 flush."""
+    flush = torch.empty(64 << 20, dtype=torch.int32, device="cuda")
+    events = []
+    for _ in range(samples + 2):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        stop.record()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) for a, b in events[2:]]
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s of a large device-to-device copy, reads and writes counted."""
+    a = torch.randn(1 << 29, device="cuda", dtype=torch.bfloat16)
+    b = torch.empty_like(a)
+    ms = statistics.median(timed(lambda: b.copy_(a)))
+    return 2 * a.numel() * 2 / (ms * 1e-3)
+
+
+def inputs_of(plan: GraphPlan, region: RowRegion, sizes: dict[str, int]) -> dict[Any, torch.Tensor]:
+    values = {}
+    for node in region.reads(plan.buffers):
+        shape = [evaluate(d, sizes) for d in node.shape]
+        # Row statistics such as rstd are positive; harmless for the rest.
+        values[node] = (torch.rand(shape, device="cuda") + 0.5).to(node.dtype)
+    return values
+
+
+def layouts(region: RowRegion) -> list[Schedule]:
+    """Layouts worth timing: every exact division of the row, one to many blocks."""
+    found = []
+    widths = (8, 4) if columns_of(region.stages[0]) % 8 == 0 else (4, 2, 1)
+    for lanes, team in itertools.product(widths, (8, 16, 32, 64, 80, 96, 128, 160, 256, 320, 640)):
+        if team > 32 and team % 32:
+            continue
+        stages = []
+        for stage in region.stages:
+            n = columns_of(stage)
+            steps = -(-(n // lanes) // team)
+            if n % lanes or team * steps * lanes > 1.21 * n or steps * lanes > 48:
+                break
+            stages.append(StageSchedule(n, lanes, steps, False))
+        if len(stages) < len(region.stages):
+            continue
+        for teams in ((1, 2, 4, 8) if region.kind == "group" or team <= 64 else (1,)):
+            for warps in (8, 12, 16, 20, 24, 32, 48):
+                threads = team * teams
+                blocks = warps * 32 // threads if threads >= 32 else 0
+                if 32 <= threads <= 1024 and blocks and blocks * threads > (warps - 4) * 32 \
+                        and not (team > 32 and teams > 15):  # fmt: skip
+                    found.append(Schedule(team, teams, tuple(stages), blocks))
+    return list(dict.fromkeys(found))
+
+
+def _compile(job: tuple[str, list[str], str, bool]) -> Any:
+    source, names, arch, fast = job
+    try:
+        return compile_cubin(source, names, arch, fast=fast)
+    except megafuse.MegafuseError:
+        return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="1024,64,1280,2")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--regions", default="")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    shape = tuple(int(s) for s in options.shape.split(","))
+    settings = Settings(shape, DTYPES[options.dtype], torch.device("cuda"))
+    case = load("rankmixer", settings).case(0)
+    compiled = megafuse.fuse(case.module).build(*case.args, **case.kwargs)
+    assert compiled is not None and compiled.forward is not None
+    sizes = {"s0": shape[0]}
+    bandwidth = copy_bandwidth()
+    print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    rows: list[dict[str, Any]] = []
+    for executor in (compiled.forward, compiled.backward):
+        assert executor is not None
+        for region in executor.plan.regions:
+            if not isinstance(region, RowRegion):
+                continue
+            if options.regions and region.name not in options.regions.split(","):
+                continue
+            rows += measure(executor, region, sizes, bandwidth, options.sweep)
+    if options.json:
+        options.json.write_text(json.dumps({"environment": environment(torch.device("cuda")), "shape": shape,
+                                            "dtype": options.dtype, "copy": bandwidth,
+                                            "rows": rows}, default=str, indent=1))  # fmt: skip
+
+
+def measure(
+    executor: Executor, region: RowRegion, sizes: dict[str, int], bandwidth: float, sweep: bool
+) -> list[dict[str, Any]]:
+    plan = executor.plan
+    nbytes = sum(read_bytes(region, n, plan.buffers, sizes) for n in region.reads(plan.buffers))
+    nbytes += written_bytes(region, sizes)
+    values = inputs_of(plan, region, sizes)
+    candidates: list[tuple[str, BuiltRegion]] = [("chosen", executor.built[region.name])]
+    if sweep:
+        kernels = [emit_rows(region, plan.buffers, s, False, f"mf_{region.name}")
+                   for s in layouts(region)]  # fmt: skip
+        jobs = [(k.source, k.names, executor.spec.arch, k.fast) for k in kernels]
+        with ProcessPoolExecutor(14) as pool:
+            cubins = list(pool.map(_compile, jobs))
+        for kernel, cubin in zip(kernels, cubins, strict=True):
+            if cubin is None or any(r.spill_loads for r in cubin.resources.values()):
+                continue
+            module = CudaModule(cubin, kernel.names, torch.cuda.current_device())
+            built = BuiltRegion(region, kernel, module, executor._occupancy(kernel, cubin))
+            candidates.append(("sweep", built))
+    results = []
+    for kind, built in candidates:
+        step = executor._row_step(built, sizes)
+        samples = timed(lambda step=step: step(dict(values)), 9 if sweep else 21)
+        ms = statistics.median(samples)
+        s = built.kernel.schedule
+        layout = (f"team {s.team}x{s.teams} lanes {','.join(str(x.lanes) for x in s.stages)} "
+                  f"blocks {s.blocks}/{built.blocks_per_sm}")  # fmt: skip
+        registers = built.module.cubin.resources[built.kernel.name].registers  # type: ignore[union-attr]
+        results.append({"region": region.name, "kind": kind, "layout": layout, "ms": ms,
+                        "registers": registers, "bytes": nbytes,
+                        "fraction": nbytes / (ms * 1e-3) / bandwidth, "samples": samples})  # fmt: skip
+    best = sorted(results, key=lambda r: r["ms"])
+    for r in [x for x in results if x["kind"] == "chosen"] + best[:6]:
+        print(f"{r['region']:4}{r['kind']:7}{r['layout']:38}{r['registers']:4} regs {r['ms']:.4f} ms "
+              f"{r['bytes'] / r['ms'] / 1e9:.2f} TB/s {100 * r['fraction']:.0f} % of copy")  # fmt: skip
+    return results
+
+
+if __name__ == "__main__":
+    main()

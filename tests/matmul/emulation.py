@@ -1,0 +1,83 @@
+"""The generated kernel itself, run on a CPU: one fiber a thread, the copy engine and wgmma played.
+
+Layouts, descriptors, coordinates, the order of hand-overs and the mapping of the epilogue are those
+of the device source; only the PTX wrappers are replaced.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import torch
+
+from megafuse.codegen.matmul import THREADS, MatmulKernel, TileConfig, emit_matmul
+from megafuse.runtime import source
+from megafuse.runtime.host import build_host
+from megafuse.runtime.matmul import Product, _Layouts, _layouts, _row_stride, integers, spec_of
+
+HERE = Path(__file__).resolve().parent
+TILE = Path(source.__file__).parent.parent / "codegen" / "tile"
+_MMA = re.compile(r"    asm volatile\(.*?m64n(\d+)k16\.f32\.(bf16|f16).*?1, 1, (\d), (\d);.*?\);\n", re.S)
+
+
+def host_source(kernel: MatmulKernel) -> str:
+    """`kernel` with its PTX replaced, and an entry that runs it block after block."""
+    text = (TILE / "cuda.cuh").read_text()
+    text = text.replace('#include "ptx.cuh"', (HERE.parent / "tile" / "emulated.h").read_text())
+    text = text.replace('#include "common.h"', (TILE / "common.h").read_text())
+    code = kernel.source.replace(
+        (TILE / "sm90" / "ptx.cuh").read_text(), (HERE / "emulated_sm90.h").read_text()
+    )
+    code, found = _MMA.subn(
+        r"    mf::sm90::ptx::mma<\1, \3, \4, \2>(d, a, b, mf::sm90::DESCRIPTOR_HIGH, keep);\n", code
+    )
+    assert found == 1
+    code = code.replace(
+        "extern __shared__ unsigned char dynamic[];",
+        "unsigned char* dynamic = emulated::shared_memory;",
+    )
+    code = re.sub(r'^#line.*\n|^_?_?#line.*\n', "", code, flags=re.M)
+    entry = f"""
+extern "C" void emulate(const i64* a) {{
+  emulated::random_state = unsigned(a[1]);
+  mf::sm90::Args args;
+  std::memcpy((void*)&args, (const void*)(a + 2), sizeof args);
+  emulated::launch(a[0], 1, {THREADS}, 1, [&] {{ {kernel.name}(args); }});
+}}
+"""
+    return "#define MF_FAST 1\n" + text + code + entry
+
+
+def run(
+    product: Product,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    rows: list[torch.Tensor],
+    tensor: torch.Tensor | None,
+    tile: TileConfig,
+    blocks: int,
+    seed: int = 1,
+) -> None:
+    """Computes `product` into c, as `blocks` blocks would."""
+    kernel = emit_matmul(spec_of(product, blocks, tile))
+    module = build_host(host_source(kernel), ["emulate"])
+    layouts = _layouts(product)
+    assert isinstance(layouts, _Layouts)
+    words: list[int] = []
+    boxes = (tile.m if layouts.a_major == "k" else 64, tile.n if layouts.b_major == "k" else 64)
+    for layout, data, height in (
+        (layouts.a, a, boxes[0]), (layouts.b, b, boxes[1]), (layouts.c, c, 64),
+        (layouts.tensor, tensor, 64),
+    ):  # fmt: skip
+        if layout is None or data is None:
+            words += [0] * 16
+            continue
+        described = [data.data_ptr(), *layout.extents, *layout.strides, *layout.box(height)[:2]]
+        words += described + [0] * (16 - len(described))
+    pad = [0] * (2 - len(rows))
+    words += [r.data_ptr() for r in rows] + pad + [_row_stride(r) for r in product.rows] + pad
+    words += struct.unpack("=5q", struct.pack("=10i", *integers(product, tile, layouts)))
+    module.launch("emulate", [blocks, seed, *words])

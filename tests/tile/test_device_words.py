@@ -1,0 +1,152 @@
+"""The device header itself, run on a CPU: barriers, shuffles and alignment included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tile_examples as examples
+from tile_checks import (
+    Launch,
+    address,
+    aligned,
+    check_column_sum,
+    check_flags,
+    check_gate,
+    check_mixing,
+)
+from tile_examples import Shape
+
+from megafuse.runtime import source
+from megafuse.runtime.host import build_host
+
+TILE = Path(source.__file__).parent.parent / "codegen" / "tile"
+
+
+def emulate(code: str, shape: Shape, names: Sequence[str], fast: bool = False) -> Launch:
+    """The kernels of `code` behind launches that pick the grid as a launcher does."""
+    text = (TILE / "cuda.cuh").read_text()
+    emulated = (Path(__file__).parent / "emulated.h").read_text()
+    text = text.replace('#include "ptx.cuh"', emulated)
+    text = text.replace('#include "common.h"', (TILE / "common.h").read_text())
+    entries = "".join(
+        f"""
+extern "C" void emulate_{name}(const i64* a) {{
+  emulated::launch(a[0], a[1], a[2], a[3], [&] {{ {name}(*(const {name}::Args*)(a + 4)); }});
+}}
+"""
+        for name in names
+    )
+    module = build_host(
+        text + code + entries, [f"emulate_{name}" for name in names], fast=fast, debug=True
+    )
+
+    def launch(name: str, args: Sequence[int]) -> None:
+        geometry = [2, 1, shape.team * shape.teams, 1]
+        if name.endswith("_finish"):
+            geometry = [3, 6, 32, 8]
+        elif name != "f1":
+            parts = args[-2]
+            geometry[0] = -(-parts // shape.teams)
+        module.launch(f"emulate_{name}", [*geometry, *args])
+
+    return launch
+
+
+SHAPES = [
+    Shape(72, 8, 16, 2),  # two teams share a warp; dead vectors
+    Shape(7, 1, 8, 3),  # several teams a warp, three of four running
+    Shape(6, 2, 1, 4),  # a thread a row, fewer lanes than sums
+    Shape(264, 4, 64, 2),  # named barriers, dead vectors
+    Shape(2560, 8, 160),
+    Shape(1281, 1, 672),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gate(shape: Shape) -> None:
+    dtype = "bf16" if shape.columns == 2560 else "float"
+    code = examples.gate_forward(shape, dtype) + examples.gate_backward(shape, dtype)
+    launch = emulate(code, shape, ["f3", "b3", "b3_finish"], fast=dtype == "bf16")
+    check_gate(launch, shape.columns, dtype, rows=11, parts=3)
+
+
+def test_long_rows() -> None:
+    shape = Shape(2568, 8, 64, 1)
+    code = examples.gate_forward(shape, "f16", "MF_LOOP", "long_")
+    code += examples.gate_backward(shape, "f16", "MF_LOOP", "long_")
+    check_gate(emulate(code, shape, ["f3", "b3", "b3_finish"]), shape.columns, "f16")
+
+
+@pytest.mark.parametrize("shape", [Shape(80, 4, 4, 8), Shape(80, 4, 64, 2)])
+def test_group(shape: Shape) -> None:
+    launch = emulate(examples.mixing(shape, 4, "float"), shape, ["f1"])
+    check_mixing(launch, groups=5, tokens=4, columns=80)
+
+
+@pytest.mark.parametrize("rows,parts", [(4096, 1), (4096, 7), (15, 1), (33, 2)])
+def test_a_float32_column_sum_keeps_its_low_bits(summing: Launch, rows: int, parts: int) -> None:
+    check_column_sum(summing, 24, rows, parts, units=2.2)
+
+
+@pytest.fixture(scope="module")
+def summing(shared_cache: Path) -> Launch:
+    os.environ["MEGAFUSE_CACHE"] = str(shared_cache)
+    shape = Shape(24, 4, 4, 1)
+    return emulate(examples.column_sum(shape), shape, ["sums", "sums_finish"])
+
+
+@pytest.mark.parametrize("shape", [Shape(24, 8, 2, 2), Shape(7, 1, 4, 1)], ids=str)
+def test_flags_are_stored(shape: Shape) -> None:
+    check_flags(emulate(examples.flags(shape), shape, ["flags"]), shape.columns)
+
+
+@pytest.mark.parametrize("team", [1, 8, 32, 96, 1024])
+def test_reductions_of_every_size(team: int) -> None:
+    """One to nine values at once over every kind of team; exact, because the data are integers."""
+    shape = Shape(team, 1, team, 2 if team <= 512 else 1)
+    counts = (1, 3, 4, 9)
+    launch = emulate(
+        "".join(several_reductions(shape, count) for count in counts),
+        shape,
+        [f"r{count}" for count in counts],
+    )
+    x = np.random.default_rng(team).integers(-50, 50, (3, team)).astype(np.float32)
+    x = aligned(x)
+    for count in counts:
+        out = np.full((3, 32), np.nan, np.float32)
+        launch(f"r{count}", [address(x), address(out), 3, 0])
+        for k in range(count):
+            np.testing.assert_array_equal(out[:, 3 * k], x.sum(1) * (k + 1))
+            np.testing.assert_array_equal(out[:, 3 * k + 1], x.max(1) * (k + 1))
+
+
+def several_reductions(shape: Shape, count: int) -> str:
+    values = ", ".join(f"s{k}" for k in range(count))
+    adds = " ".join(f"s{k}.add(team, 0, v * {k + 1}.f);" for k in range(count))
+    stores = " ".join(
+        f"team.store(a.out + team.part() * 32 + {3 * k}, sums[{k}]);"
+        f"team.store(a.out + team.part() * 32 + {3 * k + 1}, most[{k}]);"
+        for k in range(count)
+    )
+    return f"""
+struct r{count} {{
+  {shape.head()}
+  struct Args {{ const float* x; float* out; i64 parts; i64 unused; }};
+  MF_FN static void run(const Team& team, const Args& a) {{
+    using C = {shape.cols()};
+    auto x = mf::stream<C, float, 1>([](int c) {{ return c; }});
+    x.fetch(team, a.x + team.part() * {shape.columns});
+    x.advance();
+    const auto v = x.at(team, 0);
+    mf::Pack<{count}> sums, most;
+    {{ mf::Sum<C> {values}; {adds} sums = team.sum({values}); }}
+    {{ mf::Max<C> {values}; {adds} most = team.max({values}); }}
+    {stores}
+  }}
+}};
+MF_KERNEL(r{count})
+"""
