@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -35,3 +37,20 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def one_thread() -> None:
     """Small tensors: more threads only compete with the compilers that run beside."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def time_limit() -> Iterator[None]:
+    """A test that hangs fails, with its traceback, rather than hold up the run.
+
+    MEGAFUSE_TEST_SECONDS sets the limit; sanitized builds on a busy machine take the longest.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("the test ran past its time limit")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(int(os.environ.get("MEGAFUSE_TEST_SECONDS", "300")))
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)

@@ -10,6 +10,7 @@ those sizes (guards) is returned with the graph.
 from __future__ import annotations
 
 import bisect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -219,22 +220,32 @@ def capture(
                 for i in structure["differentiable"]
             ]
             primals = [t.detach().requires_grad_(t.requires_grad) for t in fakes]
-            if not table:  # gradients are in the graph already, or only bytes are counted
-                primals = [t.detach() if f is not joint else t for t in primals]
+            if f is not joint:  # gradients are in the graph already
+                primals = [t.detach() for t in primals]
             return make_fx(
                 f, table, "real", _allow_non_fake_inputs=True
             )(primals, tangents)
 
+    quiet = logging.getLogger("torch._subclasses.fake_tensor")
+    level = quiet.level
+    quiet.setLevel(logging.CRITICAL)  # what fails is told in one named error, not in pages
     try:
         table = decompositions.table()
         traced = run(joint, table)
         if _mutates(traced):
-            traced = run(_functional(traced), {})
+            traced = run(_functional(traced), table)
         _refuse_input_mutation(traced)
     except UnsupportedError:
         raise
     except Exception as error:
+        if "in-place operation" in str(error):
+            raise UnsupportedError(
+                f"{_explain(error)} The module writes in place to a tensor the caller owns; "
+                "megafuse never does. Use the out-of-place form (inplace=False)."
+            ) from error
         raise CaptureError(_explain(error)) from error
+    finally:
+        quiet.setLevel(level)
 
     outer = Importer(env, {}).run(traced, len(tensors))
     guards = tuple(_guards(env, outer.names))
@@ -338,7 +349,8 @@ def _explain(error: Exception) -> str:
             frames.append(f"{name}:{tb.tb_lineno}")
         tb = tb.tb_next
     where = f" at {frames[-1]}" if frames else ""
-    return (
-        f"tracing failed{where}: {type(error).__name__}: {first}. Code whose control flow depends on "
-        "tensor values cannot be captured; move it outside the fused module."
-    )
+    hint = ""
+    if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
+        hint = (" Control flow that depends on tensor values cannot be captured; move it outside "
+                "the fused module.")  # fmt: skip
+    return f"tracing failed{where}: {type(error).__name__}: {first}{hint}"

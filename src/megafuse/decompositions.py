@@ -118,6 +118,21 @@ def clamp(x: Tensor, low: float | None = None, high: float | None = None) -> Ten
     return x
 
 
+def mean(
+    x: Tensor, dims: Sequence[int] | None = None, keepdim: bool = False, *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    where = list(range(x.dim())) if not dims else [d % x.dim() for d in dims]
+    out = dtype or x.dtype
+    total = x.to(_compute_dtype(out)).sum(where, keepdim=keepdim)
+    return (total / _count(x, where)).to(out)
+
+
+def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
+    fill = value if isinstance(value, Tensor) else _constant(value, x)
+    return torch.where(mask, fill, x)
+
+
 def var(
     x: Tensor, dims: Sequence[int] | None = None, *, correction: float | None = None,
     keepdim: bool = False,
@@ -149,6 +164,10 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.clamp.default: clamp,
     aten.clamp_min.default: lambda x, low: clamp(x, low),
     aten.clamp_max.default: lambda x, high: clamp(x, None, high),
+    aten.mean.default: mean,
+    aten.mean.dim: mean,
+    aten.masked_fill.Scalar: masked_fill,
+    aten.masked_fill.Tensor: masked_fill,
     aten.var.correction: var,
     aten.std.correction: std,
 }
@@ -162,8 +181,8 @@ _TORCH = [
     aten.softplus_backward, aten.mish, aten.mish_backward, aten.relu6, aten.log_sigmoid_forward,
     aten.log_sigmoid_backward, aten._softmax, aten._softmax_backward_data, aten._log_softmax,
     aten._log_softmax_backward_data, aten.native_group_norm, aten.native_group_norm_backward,
-    aten.mean, aten.addcmul, aten.addcdiv, aten.rsub,
-    aten.square, aten.masked_fill, aten.sgn,
+    aten.addcmul, aten.addcdiv, aten.rsub,
+    aten.square, aten.sgn,
     aten.native_dropout_backward, aten.slice_backward, aten.select_backward, aten.mse_loss,
     aten.mse_loss_backward, aten.nll_loss_forward, aten.nll_loss_backward, aten.lerp,
     aten.stack, aten.unbind, aten.t, aten.glu, aten.glu_backward,

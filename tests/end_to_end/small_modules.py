@@ -1,4 +1,4 @@
-"""Small modules of many kinds, each with inputs at awkward sizes. `CASES[name](dtype)` is a pair."""
+"""Small modules of many kinds, each with inputs at awkward sizes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ CASES: dict[str, Callable[[], Example]] = {
                            [_r(4, 6, 5)]),
     "column_sums": lambda: (Of(column_sums), [_r(50, 3, 17)]),
     "cat_split_stack": lambda: (Of(cat_split_stack), [_r(5, 9), _r(5, 9)]),
-    "transposed": lambda: (Of(transposed, scale=torch.randn(4), flip=False), [_r(4, 6, 5)]),
+    "transposed": lambda: (Of(transposed, scale=torch.randn(5), flip=False), [_r(4, 6, 5)]),
     "scalar_loss": lambda: (Of(scalar_loss, lin=nn.Linear(6, 3)), [_r(5, 6), _r(5, 3)]),
     "cross_entropy": lambda: (Of(cross_entropy, lin=nn.Linear(6, 11)),
                               [_r(5, 6), torch.tensor([0, 10, 3, 3, 7])]),

@@ -316,7 +316,7 @@ def test_train_and_eval_reach_the_original() -> None:
     fused.eval()
     assert not module.training and not module[1].training
     x = torch.randn(3, 4)
-    assert torch.equal(fused(x), module(x))
+    torch.testing.assert_close(fused(x), module(x))
 
 
 def test_moving_to_another_dtype(net: Net, fused: FusedModule) -> None:
@@ -327,10 +327,11 @@ def test_moving_to_another_dtype(net: Net, fused: FusedModule) -> None:
     torch.testing.assert_close(out, net(draw(5, 7).to(torch.bfloat16)), rtol=0.02, atol=0.02)
 
 
-def test_float64_and_autocast_equal_eager(net: Net) -> None:
+def test_float64_and_autocast_are_served_by_pytorch(net: Net) -> None:
     wide = copy.deepcopy(net).double()
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    assert_equal(grads(megafuse.fuse(wide), x), grads(wide, x))
+    for a, b in zip(grads(megafuse.fuse(wide), x), grads(wide, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = megafuse.fuse(net)(draw(5, 7))
         assert torch.equal(out, net(draw(5, 7)))

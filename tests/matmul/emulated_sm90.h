@@ -162,6 +162,8 @@ void mma_wait() {
   emulated::drain(emulated::products[emulated::self->number], N);
   emulated::meet_warp();
 }
+template <int N>
+void mma_settled(float (&)[N]) {}
 
 template <int N>
 void take_registers() {}

@@ -15,11 +15,14 @@ import torch
 from megafuse.codegen.matmul import THREADS, MatmulKernel, TileConfig, emit_matmul
 from megafuse.runtime import source
 from megafuse.runtime.host import build_host
-from megafuse.runtime.matmul import Product, _Layouts, _layouts, _row_stride, integers, spec_of
+from megafuse.runtime.matmul import integers, spec_of
+from megafuse.runtime.product import Layouts, Product, layouts_of, row_stride
 
 HERE = Path(__file__).resolve().parent
 TILE = Path(source.__file__).parent.parent / "codegen" / "tile"
-_MMA = re.compile(r"    asm volatile\(.*?m64n(\d+)k16\.f32\.(bf16|f16).*?1, 1, (\d), (\d);.*?\);\n", re.S)
+_MMA = re.compile(
+    r"    asm volatile\(.*?m64n(\d+)k16\.f32\.(bf16|f16).*?1, 1, (\d), (\d);.*?\);\n", re.S
+)
 
 
 def host_source(kernel: MatmulKernel) -> str:
@@ -38,7 +41,6 @@ def host_source(kernel: MatmulKernel) -> str:
         "extern __shared__ unsigned char dynamic[];",
         "unsigned char* dynamic = emulated::shared_memory;",
     )
-    code = re.sub(r'^#line.*\n|^_?_?#line.*\n', "", code, flags=re.M)
     entry = f"""
 extern "C" void emulate(const i64* a) {{
   emulated::random_state = unsigned(a[1]);
@@ -64,8 +66,8 @@ def run(
     """Computes `product` into c, as `blocks` blocks would."""
     kernel = emit_matmul(spec_of(product, blocks, tile))
     module = build_host(host_source(kernel), ["emulate"])
-    layouts = _layouts(product)
-    assert isinstance(layouts, _Layouts)
+    layouts = layouts_of(product)
+    assert isinstance(layouts, Layouts)
     words: list[int] = []
     boxes = (tile.m if layouts.a_major == "k" else 64, tile.n if layouts.b_major == "k" else 64)
     for layout, data, height in (
@@ -78,6 +80,6 @@ def run(
         described = [data.data_ptr(), *layout.extents, *layout.strides, *layout.box(height)[:2]]
         words += described + [0] * (16 - len(described))
     pad = [0] * (2 - len(rows))
-    words += [r.data_ptr() for r in rows] + pad + [_row_stride(r) for r in product.rows] + pad
+    words += [r.data_ptr() for r in rows] + pad + [row_stride(r) for r in product.rows] + pad
     words += struct.unpack("=5q", struct.pack("=10i", *integers(product, tile, layouts)))
     module.launch("emulate", [blocks, seed, *words])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megafuse.codegen.matmul import Step
-from megafuse.runtime.matmul import Product, View
+from megafuse.runtime.product import Product, View
 
 BIAS: tuple[Step, ...] = (Step("add", "row"),)
 RESIDUAL: tuple[Step, ...] = (Step("add", "tensor"),)
@@ -54,7 +54,7 @@ class Case:
         return value
 
     def mismatch(self) -> str | None:
-        """What is wrong with c, or None: where the bad elements are, before how far they are off."""
+        """What is wrong with c: where the bad elements are, and some of them; None if nothing."""
         want, got = self.want(), self.c.double()
         unit = 2.0**-8 if self.c.dtype == torch.bfloat16 else 2.0**-11
         scale = want.abs().max().clamp(min=1e-3)
@@ -67,11 +67,13 @@ class Case:
             return None
         at = bad.nonzero()
         lines = [
-            f"{int(bad.sum())} of {bad.numel()} elements wrong, {int(got.isnan().sum())} of them NaN",
-            f"  batches {_ranges(at[:, 0])}; rows {_ranges(at[:, 1])}; columns {_ranges(at[:, 2])}",
+            f"{len(at)} of {bad.numel()} elements wrong, {int(got.isnan().sum())} of them NaN",
+            f"  batches {_ranges(at[:, 0])}; rows {_ranges(at[:, 1])}; "
+            f"columns {_ranges(at[:, 2])}",
         ]
-        for i in at[:4].tolist():
-            lines.append(f"  c{i} = {float(got[tuple(i)]):.5g}, should be {float(want[tuple(i)]):.5g}")
+        for place in at[:4].tolist():
+            i = tuple(place)
+            lines.append(f"  c{place} = {float(got[i]):.5g}, should be {float(want[i]):.5g}")
         return "\n".join(lines)
 
     def _inside(self) -> tuple[slice, ...]:

@@ -14,14 +14,12 @@ from megafuse.codegen.matmul import TILES
 LARGE, MIDDLE, FLAT, SMALL = TILES
 CASES: list[tuple[Any, int, tuple[int, int, int, int], dict[str, Any]]] = [
     # tile, blocks, (batch, m, n, k), how
-    (SMALL, 1, (1, 64, 128, 64), {}),
     (SMALL, 2, (2, 65, 136, 72), {"majors": "mk", "epilogue": "both"}),
     (SMALL, 1, (3, 7, 72, 8), {"majors": "kk", "epilogue": "bias", "batch_inside": True}),
     (FLAT, 1, (2, 70, 264, 136), {"majors": "mn", "epilogue": "residual", "batch_inside": True}),
     (FLAT, 2, (2, 1, 40, 1288), {"epilogue": "both", "shared_b": True}),
     (MIDDLE, 2, (2, 130, 200, 200), {"majors": "mk", "epilogue": "gated"}),
     (MIDDLE, 1, (1, 200, 130, 24), {"majors": "mn", "dtype": torch.float16}),
-    (LARGE, 1, (1, 128, 256, 64), {"majors": "mn"}),
     (LARGE, 2, (3, 136, 264, 960), {"majors": "kn", "epilogue": "both", "batch_inside": True}),
     (LARGE, 1, (2, 40, 520, 200), {"majors": "kk", "epilogue": "residual"}),
     (LARGE, 1, (1, 264, 264, 72), {"epilogue": "bias", "row_dtype": torch.float32}),
@@ -31,5 +29,7 @@ CASES: list[tuple[Any, int, tuple[int, int, int, int], dict[str, Any]]] = [
 @pytest.mark.parametrize("tile,blocks,size,how", CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_emulated(tile: Any, blocks: int, size: tuple[int, int, int, int], how: Any) -> None:
     case = make(*size, **how)
-    run(case.product, case.a, case.b, case.c, case.rows, case.tensor, tile, blocks)
-    assert case.mismatch() is None, case.mismatch()
+    for seed in (1, 2):  # of the moments at which copies land
+        case.room.fill_(float("nan"))
+        run(case.product, case.a, case.b, case.c, case.rows, case.tensor, tile, blocks, seed)
+        assert case.mismatch() is None, case.mismatch()

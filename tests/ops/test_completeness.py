@@ -65,8 +65,9 @@ def all_others(a: Tensor, b: Tensor) -> dict[str, Tensor]:
 def operands(dtype: torch.dtype, ops: list[Pointwise], arity: int) -> list[Tensor]:
     points = list(itertools.product(SPECIAL, repeat=arity))
     points += [s for op in ops for s in op.samples]
-    points += [(0.25,) * arity] * (-len(points) % 3)  # three rows, of a length that is no power of 2
-    return [torch.tensor(column, dtype=dtype).reshape(3, -1) for column in zip(*points, strict=True)]
+    points += [(0.25,) * arity] * (-len(points) % 3)  # makes three rows
+    columns = zip(*points, strict=True)
+    return [torch.tensor(column, dtype=dtype).reshape(3, -1) for column in columns]
 
 
 def assert_same(name: str, got: Tensor, want: Tensor) -> None:

@@ -30,7 +30,8 @@ def same_values(before: Graph, after: Graph) -> None:
     ]  # fmt: skip
     for a, b in zip(interpret(before)(*inputs), interpret(after)(*inputs), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-        torch.testing.assert_close(a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+        near = 1e-2 if a.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(a, b, rtol=near, atol=1e-5)
 
 
 def _reshapes(g: GraphBuilder, x: Node) -> Node:

@@ -362,7 +362,9 @@ def flags(s: Shape) -> str:
     return f"""
 struct flags {{
   {s.head()}
-  struct Args {{ const float* x; const bool8* old; bool8* out; bool8* any; i64 parts; i64 unused; }};
+  struct Args {{
+    const float* x; const bool8* old; bool8* out; bool8* any; i64 parts; i64 unused;
+  }};
   MF_FN static void run(const Team& team, const Args& a) {{
     using C = {s.cols()};
     const auto same = [](int c) {{ return c; }};

@@ -58,17 +58,17 @@ def test_floor_forgives_half_a_roundoff():
     assert not judge("y", (10**6,), [sums(0.51 * U, 0.0, count=10**6)], U).passed
 
 
-def test_a_lucky_seed_of_eager_is_not_the_yardstick():
+def test_every_seed_is_judged_against_eager_on_that_seed():
     typical, lucky = sums(U, U), sums(U, U / 50)
-    assert not judge("y", (1000,), [lucky], U).passed
-    assert judge("y", (1000,), [typical] * 3 + [lucky], U).passed
+    assert judge("y", (1000,), [typical] * 4, U).passed
+    assert not judge("y", (1000,), [typical] * 3 + [lucky], U).passed
 
 
 def test_largest_error_is_judged_on_its_own():
     good = sums(U, U)
     spike = ErrorSums(1000, 1000, 4.0, good.candidate_sq, 26 * U, good.eager_sq, 4 * U, 0)
     verdict = judge("y", (1000,), [spike], U)
-    assert verdict.problems == ("largest error 1.02e-01 rms is above 4.69e-02",)
+    assert verdict.problems == ("largest error 1.02e-01 rms is above 3.91e-02",)
 
 
 def test_pooled_error_is_judged_from_eight_seeds_on():
@@ -80,11 +80,9 @@ def test_pooled_error_is_judged_from_eight_seeds_on():
     assert "pooled over 8 seeds" in verdict.problems[0]
 
 
-def test_pooled_allowance_vanishes_with_the_number_of_elements():
-    small = judge("y", (8,), [sums(U, U, count=8)] * 8, U)
-    large = judge("y", (10**6,), [sums(U, U, count=10**6)] * 8, U)
-    assert small.pooled_limit == pytest.approx(1.05 * U + 4 * U / 8)
-    assert large.pooled_limit == pytest.approx(1.05 * U, rel=2e-3)
+def test_pooled_limit_has_no_allowance():
+    verdict = judge("y", (8,), [sums(U, U, count=8)] * 8, U)
+    assert verdict.pooled_limit == pytest.approx(1.05 * U)
 
 
 def test_zero_reference():

@@ -21,9 +21,9 @@ from megafuse.ops import pointwise
 
 ARCH = "sm_90a"
 HALVES = (torch.bfloat16, torch.float16)
-MAX_ROWS = 2  # MAX_ROW_OPERANDS of gemm.cuh
+MAX_ROWS = 2  # MAX_ROW_OPERANDS of block.cuh
 THREADS = 384
-_HEADERS = ("ptx.cuh", "wgmma.cuh", "gemm.cuh")
+_HEADERS = ("ptx.cuh", "wgmma.cuh", "block.cuh", "gemm.cuh")
 _SM90 = Path(__file__).resolve().parent / "tile" / "sm90"
 
 Major = Literal["k", "mn"]
@@ -83,8 +83,8 @@ TILES = (TileConfig("m", 256), TileConfig("m", 128), TileConfig("n", 128), TileC
 
 # Measured on an H200 with a 128x256 tile: 1030 cycles a k-block (the tensor cores' own 1024) and
 # about 1850 a tile. A smaller tile needs its share of the products, but no less time than its
-# operands take to arrive: 48 bytes a cycle and multiprocessor, which the large tile was seen to get.
-# Of the cost of a tile a third is taken to be fixed (filling the pipeline, the last barrier).
+# operands take to arrive, at the 48 bytes a cycle that a multiprocessor was seen to get. Of the
+# cost of a tile a third is taken to be fixed (filling the pipeline, the last barrier).
 _BLOCK_CYCLES, _TILE_CYCLES, _FIXED_CYCLES = 1030.0, 1230.0, 620.0
 _BYTES_PER_CYCLE = 48.0
 _FULL = 128 * 256

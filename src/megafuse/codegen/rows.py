@@ -264,8 +264,9 @@ class _StageEmitter:
 
     def settle(self, node: Node, coords: Coords, expand: bool = False) -> tuple[Node, Coords, str]:
         """(node, coords, what it is there): "leaf", "reduction", "compute" or "const"."""
-        buffers = self.e.buffers
+        buffers, start = self.e.buffers, node
         node, coords = resolve(node, coords, buffers - {node} if expand else buffers)
+        expand = expand and node is start
         if is_reduction(node) and node in self.made and self.made[node].kind == "row" \
                 and self.made[node].out() == coords:  # fmt: skip
             return node, coords, "reduction"

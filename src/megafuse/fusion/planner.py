@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from megafuse.errors import InvariantError
 from megafuse.fusion import cost
 from megafuse.fusion.align import Mismatch, Pair
 from megafuse.fusion.plan import (
@@ -75,6 +76,8 @@ class Planner:
                            for o in self.graph.outputs]  # fmt: skip
             except Materialise as need:
                 more = {need.node}
+            if more and more <= buffers:
+                raise InvariantError(f"planning does not get on: {more} are in memory already")
             buffers |= more
             if not more:
                 # A value written for readers that have since joined its own walk needs no memory.
@@ -209,10 +212,12 @@ class Planner:
                 if user.op == "cat" and self._finished_into(node, user):
                     target = user
                     shift = next(s for p, s in cat_pieces(user) if p is node)
-            regions.append(RowRegion([reduction_stage(node, target, shift, buffers)]))
-        if node in buffers and (
-            is_pointwise(node) or is_view(node) or (is_reduction(node) and not is_column_sum(node))
-        ):
+            stage = reduction_stage(node, target, shift, buffers)
+            if node in buffers and not is_column_sum(node):
+                store = store_stage(node, node, {}, buffers)
+                stage = same_rows.merge(stage, store, same_rows.pairs_between(stage, store))
+            regions.append(RowRegion([stage]))
+        elif node in buffers and (is_pointwise(node) or is_view(node)):
             regions.append(RowRegion([store_stage(node, node, {}, buffers)]))
         return regions
 

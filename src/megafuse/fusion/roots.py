@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megafuse.fusion.plan import Operand, Read, Root, Stage
 from megafuse.index import (
     ZERO,
+    Affine,
     Axis,
     Coords,
     NeedSplit,
@@ -16,8 +17,9 @@ from megafuse.index import (
     operand_coords,
     split_axis,
     strides,
+    substitute,
 )
-from megafuse.ir import Node
+from megafuse.ir import Dim, Node, as_dim
 from megafuse.ops import is_pointwise, is_reduction, is_view
 
 
@@ -61,7 +63,9 @@ def reads_of(node: Node, coords: Coords, buffers: set[Node], expand: bool) -> li
     seen: set[tuple[Node, Coords]] = set()
 
     def visit(node: Node, coords: Coords, expand: bool) -> None:
+        start = node
         node, coords = resolve(node, coords, buffers - {node} if expand else buffers)
+        expand = expand and node is start
         if (node, coords) in seen:
             return
         seen.add((node, coords))
@@ -117,19 +121,33 @@ def operand_view(node: Node, buffers: set[Node]) -> Operand:
     """`node` as a strided view of the buffer under it. Raises Materialise when it is none."""
     if node in buffers:
         return Operand(node, node.shape, tuple(strides(node.shape)), 0)
-    axes, coords = fresh_coords(node)
-    try:
-        base, at = resolve(node, coords, buffers)
-    except NeedSplit:
-        raise Materialise(node) from None
+    _, coords = fresh_coords(node)
+    dims = coords
+    while True:
+        try:
+            base, at = resolve(node, coords, buffers)
+            break
+        except NeedSplit as need:
+            _, _, replacement = split_axis(need.axis, need.inner)
+            coords = substitute(coords, {need.axis: replacement})
+            dims = coords
     if base not in buffers:
         raise Materialise(base if not is_view(base) else node)
     form = offset(at, base.shape)
-    steps = []
-    for coordinate in coords:
-        axis = next(iter(coordinate.axes), None)
-        steps.append(1 if axis is None else form.coefficient(axis))
-    return Operand(base, node.shape, tuple(steps), form.const)
+    steps = tuple(_one_stride(form, coordinate, node) for coordinate in dims)
+    return Operand(base, node.shape, steps, form.const)
+
+
+def _one_stride(form: Affine, coordinate: Affine, node: Node) -> Dim:
+    """The stride of one dimension of a view whose loop may have been split into several."""
+    step: Dim | None = None
+    for axis, weight in reversed(coordinate.sorted_terms()):
+        stride = form.coefficient(axis)
+        if step is None:
+            step = stride
+        elif as_dim(stride - step * weight) != 0:
+            raise Materialise(node)
+    return 1 if step is None else step
 
 
 def cat_pieces(node: Node) -> Iterator[tuple[Node, dict[int, int]]]:

@@ -87,7 +87,7 @@ class Executor:
             nonlocal done
             if self.device.type != "cuda":
                 kernel = emit_host(self.plan, region, rounding)
-                host = build_host(kernel.source, kernel.names, sanitize=options.sanitize,
+                host = build_host(kernel.source, kernel.names, fast=kernel.fast, sanitize=options.sanitize,
                                   debug=options.debug)  # fmt: skip
                 result = BuiltRegion(region, kernel, host, HOST_PARTS)
             else:

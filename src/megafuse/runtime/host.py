@@ -61,7 +61,7 @@ def build_host(
     """
     compiler = find_compiler()
     text = assemble(source, "host.h")
-    flags = [*_FLAGS, *_tuning(debug or sanitize), *(_SANITIZE if sanitize else ())]
+    flags = [*_FLAGS, *_tuning(debug, sanitize), *(_SANITIZE if sanitize else ())]
     flags += ["-DMF_FAST=1"] if fast else []
     key = cache.digest("host", text, "\0".join(flags), " ".join(compiler), _identity(compiler))
 
@@ -110,9 +110,11 @@ def sanitizer_env() -> dict[str, str]:
     return {"LD_PRELOAD": ":".join(libraries), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
-def _tuning(checked: bool) -> tuple[str, ...]:
+def _tuning(debug: bool, sanitize: bool) -> tuple[str, ...]:
     native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    return ("-O1", "-g", "-DMF_DEBUG=1", native) if checked else ("-O3", native)
+    if debug or sanitize:
+        return ("-O0" if debug else "-O1", "-g", "-DMF_DEBUG=1", native)
+    return ("-O3", native)
 
 
 def _compile(compiler: Sequence[str], flags: Sequence[str], text: str) -> bytes:

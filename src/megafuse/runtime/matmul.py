@@ -1,4 +1,4 @@
-"""A product on Hopper's tensor cores: what it accepts, its tensor maps, its launch.
+"""A product on Hopper's tensor cores: build and launch.
 
 The kernel is ``codegen.matmul``'s. Its parameter struct holds a tensor map for each operand, which
 the driver encodes once for the sizes and then only re-addresses: a launch whose pointers are those
@@ -11,7 +11,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,224 +19,30 @@ import torch
 
 from megafuse.codegen.matmul import (
     ARCH,
-    HALVES,
     MAX_ROWS,
     THREADS,
-    Major,
     MatmulKernel,
     MatmulSpec,
-    Step,
     TileConfig,
     emit_matmul,
     ranked_tiles,
-    refused_epilogue,
 )
 from megafuse.errors import UnsupportedError
-from megafuse.fusion.plan import Operand
-from megafuse.ir import evaluate
 from megafuse.runtime import cuda
+from megafuse.runtime.product import (
+    ALIGNMENT,
+    Layouts,
+    MapLayout,
+    Product,
+    View,
+    accepts,
+    layouts_of,
+    product_of,
+    refused,
+    row_stride,
+)
 
-# ---- operands ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class View:
-    """A strided part of a buffer: shape, strides and offset from the buffer's start in elements."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int = 0
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        """`tensor` itself, its own first element being the buffer's start."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    @classmethod
-    def of_operand(cls, operand: Operand, sizes: Mapping[str, int]) -> View:
-        return cls(
-            tuple(evaluate(d, sizes) for d in operand.shape),
-            tuple(evaluate(d, sizes) for d in operand.strides),
-            operand.buffer.dtype, evaluate(operand.offset, sizes),
-        )  # fmt: skip
-
-    @property
-    def start(self) -> int:
-        """Bytes from the buffer's start to the first element."""
-        return self.offset * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Product:
-    """c[b] = epilogue(a[b] @ b[b]).
-
-    a: [batch, m, k]; b: [batch, k, n]; c: [batch, m, n]; rows: [batch, n] or [n] each, in the order
-    the epilogue's steps take them; tensor: [batch, m, n].
-    """
-
-    a: View
-    b: View
-    c: View
-    epilogue: tuple[Step, ...] = ()
-    rows: tuple[View, ...] = ()
-    tensor: View | None = None
-
-    @property
-    def batch(self) -> int:
-        return self.c.shape[0]
-
-    @property
-    def m(self) -> int:
-        return self.c.shape[1]
-
-    @property
-    def n(self) -> int:
-        return self.c.shape[2]
-
-    @property
-    def k(self) -> int:
-        return self.a.shape[2]
-
-
-@dataclass(frozen=True)
-class MapLayout:
-    """A tensor map before it has an address: extents innermost first, strides in bytes of all but
-    the innermost. step: 0 where all batches share the operand, whose map then has a single one."""
-
-    dtype: torch.dtype
-    extents: tuple[int, int, int]
-    strides: tuple[int, int]
-    step: int
-
-    def box(self, rows: int) -> tuple[int, int, int]:
-        """64 elements, one swizzled row of 128 bytes, times `rows`."""
-        return 64, rows, 1
-
-
-_MOST_EXTENT, _MOST_STRIDE, _ALIGNMENT = 1 << 31, 1 << 40, 16
-
-
-def map_layout(view: View, inner: int, name: str) -> MapLayout | str:
-    """How the copy engine addresses `view` with dimension `inner` (1 or 2) contiguous; a sentence
-    when it cannot."""
-    outer, size = 3 - inner, view.dtype.itemsize
-    extents = view.shape[inner], view.shape[outer], view.shape[0]
-    if extents[0] > 1 and view.strides[inner] != 1:
-        return f"neither dimension of {name} is contiguous (strides {view.strides})"
-    if view.start % _ALIGNMENT:
-        return f"{name} starts {view.start} bytes into its buffer, no multiple of 16"
-    if max(extents) >= _MOST_EXTENT:
-        return f"{name} has an extent of {max(extents)}, more than a tensor map can hold"
-    dense = _round_up(extents[0] * size)
-    row = view.strides[outer] * size if extents[1] > 1 else dense
-    shared = extents[2] == 1 or view.strides[0] == 0
-    plane = _round_up(row * extents[1]) if shared else view.strides[0] * size
-    for stride, what in ((row, "rows"), (plane, "batches")):
-        if stride <= 0 or stride % _ALIGNMENT or stride >= _MOST_STRIDE:
-            return f"the {what} of {name} are {stride} bytes apart, which is no multiple of 16"
-    batches = 1 if shared else extents[2]
-    return MapLayout(view.dtype, (extents[0], extents[1], batches), (row, plane), int(not shared))
-
-
-def _round_up(value: int) -> int:
-    return -(-value // _ALIGNMENT) * _ALIGNMENT
-
-
-def _operand_layout(view: View, k_dim: int, name: str) -> tuple[Major, MapLayout] | str:
-    """The operand with k contiguous if it can be read so, else with its other dimension."""
-    reason = ""
-    majors: tuple[tuple[Major, int], ...] = (("k", k_dim), ("mn", 3 - k_dim))
-    for major, inner in majors:
-        layout = map_layout(view, inner, name)
-        if not isinstance(layout, str):
-            return major, layout
-        # The dimension that is contiguous has the more telling reason.
-        if not reason or view.strides[inner] == 1:
-            reason = layout
-    return reason
-
-
-def accepts(product: Product, arch: str = ARCH) -> str | None:
-    """Why this product has to go another way, in a sentence; None when the kernel takes it.
-
-    Pointers are judged at the launch: see `Matmul.aligned`.
-    """
-    layouts = _layouts(product)
-    return _refused(product, arch) or (layouts if isinstance(layouts, str) else None)
-
-
-@dataclass(frozen=True)
-class _Layouts:
-    a_major: Major
-    b_major: Major
-    a: MapLayout
-    b: MapLayout
-    c: MapLayout
-    tensor: MapLayout | None
-
-
-def _refused(product: Product, arch: str) -> str | None:
-    """Everything that is not about addressing."""
-    a, b, c, tensor = product.a, product.b, product.c, product.tensor
-    if arch != ARCH:
-        return f"the kernel is written for {ARCH}, and this device is {arch}"
-    if a.dtype not in HALVES or b.dtype != a.dtype:
-        return f"the kernel multiplies bfloat16 or float16, not {a.dtype} by {b.dtype}"
-    if c.dtype not in HALVES:
-        return f"the kernel writes bfloat16 or float16, not {c.dtype}"
-    batch, m, n, k = product.batch, product.m, product.n, product.k
-    if a.shape != (batch, m, k) or b.shape != (batch, k, n):
-        return f"the shapes {a.shape} @ {b.shape} -> {c.shape} are no batched product"
-    if k == 0:
-        return "a sum over no elements needs no tensor core"
-    if (m > 1 and c.strides[1] < n) or (batch > 1 and c.strides[0] == 0):
-        return f"elements of the result overlap (strides {c.strides})"
-    if reason := refused_epilogue(product.epilogue):
-        return reason
-    rows = sum(s.operand == "row" for s in product.epilogue)
-    if rows != len(product.rows) or any(s.operand == "tensor" for s in product.epilogue) != (
-        tensor is not None
-    ):
-        return "the epilogue's steps and operands do not match"
-    if len({r.dtype for r in product.rows}) > 1:
-        return "the row operands of an epilogue must have one dtype"
-    for row in product.rows:
-        if reason := _refused_row(row, batch, n):
-            return reason
-    if tensor is not None and (tensor.dtype not in HALVES or tensor.shape != c.shape):
-        return f"a tensor operand is bfloat16 or float16 in the result's shape, not {tensor}"
-    return None
-
-
-def _refused_row(row: View, batch: int, n: int) -> str | None:
-    size = row.dtype.itemsize
-    if row.dtype not in (*HALVES, torch.float32):
-        return f"a row operand is bfloat16, float16 or float32, not {row.dtype}"
-    if row.shape not in ((n,), (batch, n), (1, n)):
-        return f"a row operand has shape [{n}] or [{batch}, {n}], not {list(row.shape)}"
-    if n > 1 and row.strides[-1] != 1:
-        return "a row operand must be contiguous"
-    if n * size % _ALIGNMENT or row.start % _ALIGNMENT or _row_stride(row) % _ALIGNMENT:
-        return "a row operand's rows must start and end at multiples of 16 bytes"
-    return None
-
-
-def _row_stride(row: View) -> int:
-    """Bytes from one batch to the next."""
-    return row.strides[0] * row.dtype.itemsize if len(row.shape) == 2 and row.shape[0] > 1 else 0
-
-
-def _layouts(product: Product) -> _Layouts | str:
-    a = _operand_layout(product.a, 2, "the left operand")
-    b = _operand_layout(product.b, 1, "the right operand")
-    c = map_layout(product.c, 2, "the result")
-    tensor = map_layout(product.tensor, 2, "the tensor operand") if product.tensor else None
-    for found in (a, b, c, tensor):
-        if isinstance(found, str):
-            return found
-    return _Layouts(a[0], b[0], a[1], b[1], c, tensor)  # type: ignore[arg-type]
-
+__all__ = ["Matmul", "Product", "View", "accepts", "compile_matmul", "product_of", "spec_of"]
 
 # ---- building ------------------------------------------------------------------------------------
 
@@ -244,8 +50,8 @@ def _layouts(product: Product) -> _Layouts | str:
 def spec_of(product: Product, sm_count: int, tile: TileConfig | None = None) -> MatmulSpec:
     """The code that `product` needs, with the tile that the cost model prefers. Raises
     UnsupportedError with the sentence of `accepts`."""
-    layouts = _layouts(product)
-    reason = _refused(product, ARCH)
+    layouts = layouts_of(product)
+    reason = refused(product, ARCH)
     if reason is not None or isinstance(layouts, str):
         raise UnsupportedError(reason or str(layouts))
     tile = tile or ranked_tiles(product.batch, product.m, product.n, product.k, sm_count)[0]
@@ -320,11 +126,11 @@ class Matmul:
             spec = replace(spec, jitter=True)
         self.product, self.kernel = product, emit_matmul(spec)
         self._loaded = _load(self.kernel, device, debug)
-        layouts = _layouts(product)
-        assert isinstance(layouts, _Layouts)
+        layouts = layouts_of(product)
+        assert isinstance(layouts, Layouts)
         self._maps = _map_plan(layouts, spec.tile)
         self._integers = integers(product, spec.tile, layouts)
-        self._row_strides = [_row_stride(r) for r in product.rows] + [0] * MAX_ROWS
+        self._row_strides = [row_stride(r) for r in product.rows] + [0] * MAX_ROWS
         self._starts = [v.start for v in (product.a, product.b, product.c)]
         self._starts.append(product.tensor.start if product.tensor else 0)
         self._starts += [r.start for r in product.rows]
@@ -334,7 +140,7 @@ class Matmul:
 
     def aligned(self, *pointers: int) -> bool:
         """Whether buffers at these addresses can be read: all are multiples of 16."""
-        return not functools.reduce(int.__or__, pointers, 0) % _ALIGNMENT
+        return not functools.reduce(int.__or__, pointers, 0) % ALIGNMENT
 
     def launch(
         self, a: int, b: int, c: int, stream: int, rows: Sequence[int] = (), tensor: int = 0
@@ -368,7 +174,8 @@ class Matmul:
         """Writes `pointers` into the struct: new maps the first time, then new addresses."""
         if len(pointers) != len(self._starts):
             raise ValueError(f"{len(pointers) - 4} row operands for {len(self._starts) - 4}")
-        old, arguments.pointers = arguments.pointers, ()  # unknown, should the driver refuse half-way
+        old = arguments.pointers
+        arguments.pointers = ()  # should the driver refuse half-way, everything is encoded again
         for i, encode in enumerate(self._maps):
             if encode is None or (old and old[i] == pointers[i]):
                 continue
@@ -384,7 +191,7 @@ class Matmul:
         arguments.pointers = pointers
 
 
-def integers(product: Product, tile: TileConfig, layouts: _Layouts) -> tuple[int, ...]:
+def integers(product: Product, tile: TileConfig, layouts: Layouts) -> tuple[int, ...]:
     """The ten integers of Args: m, n, m_tiles, n_tiles, tiles, k_blocks, then the batch steps."""
     m_tiles, n_tiles = -(-product.m // tile.m), -(-product.n // tile.n)
     tiles, blocks = product.batch * m_tiles * n_tiles, -(-product.k // 64)
@@ -397,7 +204,7 @@ def integers(product: Product, tile: TileConfig, layouts: _Layouts) -> tuple[int
 Encoder = Callable[[int, int], int]
 
 
-def _map_plan(layouts: _Layouts, tile: TileConfig) -> list[Encoder | None]:
+def _map_plan(layouts: Layouts, tile: TileConfig) -> list[Encoder | None]:
     """For a, b, c and the tensor operand: writes its map at one address for data at another."""
     a_rows = tile.m if layouts.a_major == "k" else 64
     b_rows = tile.n if layouts.b_major == "k" else 64

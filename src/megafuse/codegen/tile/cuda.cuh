@@ -479,10 +479,10 @@ MF_FN void write_partials(float* p, const float* v) {
 // and what the addition in memory rounds off stays in the register.
 template <class C>
 struct Column {
-  static constexpr int FLUSH = 16;
+  static constexpr unsigned FLUSH = 16;
   float* own;
   float sum[C::steps][C::lanes];
-  int rows = 0;
+  unsigned rows = 0;
   template <class Team>
   MF_FN Column(const Team& team, float* partials) : own(partials + team.part() * C::columns) {
     MF_STEPS(j, C) MF_LANES(i, C::lanes) sum[j][i] = 0.f;

@@ -141,7 +141,7 @@ MF_FN double exp(double x) {
   p = p * r + 0.5;
   p = p * (r * r) + r + 1.;
   const auto k = bits_of(shifted) - bits_of(0x1.8p52);  // n as an integer, modulo 2^64
-  // Halved with its sign: a 64-bit shift that keeps the sign is not a vector instruction everywhere.
+  // Halved with its sign: AVX2 has no 64-bit shift that keeps it.
   const auto half = ((k + 4096u) >> 1) - 2048u, rest = k - half;
   return p * float_of((half + 1023u) << 52) * float_of((rest + 1023u) << 52);
 }

@@ -34,17 +34,23 @@ def shared_loads(x: Stage, y: Stage) -> list[Pair]:
     """The largest read that both make: what makes siblings worth one walk."""
     best: list[Pair] = []
     most = 0.0
-    mine = {r.node: r.coords for root in x.roots for r in root.reads}
+    mine: dict[Node, list[Coords]] = {}
+    for root in x.roots:
+        for read in root.reads:
+            mine.setdefault(read.node, []).append(read.coords)
     for root in y.roots:
         for read in root.reads:
-            if read.node not in mine:
-                continue
-            size = magnitude(product(a.extent for a in _axes(read.coords)))
-            if size > most and size == magnitude(product(a.extent for a in _axes(mine[read.node]))):
-                rows = [a for a in y.axes if a in _axes(read.coords)]
-                if len(rows) == len(y.axes):
-                    best, most = [(mine[read.node], read.coords)], size
+            for coords in mine.get(read.node, ()):
+                if any(a.const != b.const for a, b in zip(coords, read.coords, strict=True)):
+                    continue  # other halves of one tensor, say
+                size = _elements(read.coords)
+                if size > most and size == _elements(coords) and set(y.axes) <= _axes(read.coords):
+                    best, most = [(coords, read.coords)], size
     return best
+
+
+def _elements(coords: Coords) -> float:
+    return magnitude(product(a.extent for a in _axes(coords)))
 
 
 def _axes(coords: Coords) -> set[Axis]:

@@ -13,104 +13,6 @@
 namespace mf {
 namespace sm90 {
 
-constexpr int THREADS = 384, CONSUMERS = 2, CONSUMER_WARPS = 8;
-constexpr int MOVER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-static_assert(MOVER_REGISTERS + 2 * CONSUMER_REGISTERS <= 504, "what 384 threads can hold");
-
-constexpr int MAX_ROW_OPERANDS = 2;
-
-// The kernel's one parameter; runtime/matmul.py fills it in.
-struct Args {
-  TensorMap a, b, c, tensor;
-  const void* row[MAX_ROW_OPERANDS];    // [batch, n], or [n] with stride 0
-  i64 row_stride[MAX_ROW_OPERANDS];     // bytes from one batch to the next
-  int m, n, m_tiles, n_tiles, tiles, k_blocks;
-  int a_step, b_step, tensor_step, unused;  // 0 where all batches share the operand, else 1
-};
-
-// ---- shared memory ------------------------------------------------------------------------------
-
-template <class S>
-struct Shared {
-  static constexpr int tile_m = ROWS * S::split_m, tile_n = S::width * S::split_n;
-  static constexpr int a_bytes = tile_m * 128, b_bytes = tile_n * 128;
-  static constexpr int stage_bytes = a_bytes + b_bytes;
-  static constexpr int chunks = S::width / CHUNK;          // 64-column pieces of a consumer's tile
-  static constexpr int slots = chunks < 2 ? chunks : 2;    // of them in staging at a time
-  static constexpr int row_bytes = tile_n * int(sizeof(typename S::Row));
-  static constexpr int staging_at = S::stages * stage_bytes;
-  static constexpr int rows_at = staging_at + CONSUMERS * slots * CHUNK_BYTES;
-  static constexpr int barriers_at = rows_at + S::rows * row_bytes;
-  static constexpr int barriers = 2 * S::stages + 2 * CONSUMERS * slots + 2;
-  static constexpr int bytes = barriers_at + 8 * barriers;
-  static_assert(S::split_m * S::split_n == CONSUMERS, "one product a consumer");
-  static_assert(S::width % CHUNK == 0 && S::width <= 256, "a wgmma has at most 256 columns");
-
-  u32 base;  // a multiple of 1024, as the swizzle wants
-
-  MF_FN u32 a(int stage) const { return base + stage * stage_bytes; }
-  MF_FN u32 b(int stage) const { return a(stage) + a_bytes; }
-  MF_FN u32 slot(int group, int s) const {
-    return base + staging_at + (group * slots + s) * CHUNK_BYTES;
-  }
-  MF_FN u32 row(int i) const { return base + rows_at + i * row_bytes; }
-
-  MF_FN u32 barrier(int i) const { return base + barriers_at + 8 * i; }
-  MF_FN u32 full(int stage) const { return barrier(stage); }
-  MF_FN u32 empty(int stage) const { return barrier(S::stages + stage); }
-  // A slot belongs to the consumer or to its mover; these hand it over.
-  MF_FN u32 to_mover(int group, int s) const { return barrier(2 * S::stages + group * slots + s); }
-  MF_FN u32 to_consumer(int group, int s) const {
-    return barrier(2 * S::stages + (CONSUMERS + group) * slots + s);
-  }
-  MF_FN u32 rows_full() const { return barrier(barriers - 2); }
-  MF_FN u32 rows_empty() const { return barrier(barriers - 1); }
-
-  MF_FN void init() const {
-    MF_UNROLL for (int s = 0; s < S::stages; ++s) {
-      ptx::barrier_init(full(s), 1);
-      ptx::barrier_init(empty(s), CONSUMER_WARPS);
-    }
-    MF_UNROLL for (int g = 0; g < CONSUMERS; ++g)
-    MF_UNROLL for (int s = 0; s < slots; ++s) {
-      ptx::barrier_init(to_mover(g, s), 4);
-      ptx::barrier_init(to_consumer(g, s), 1);
-    }
-    ptx::barrier_init(rows_full(), 1);
-    ptx::barrier_init(rows_empty(), CONSUMER_WARPS);
-    ptx::fence_barrier_init();
-  }
-};
-
-// ---- where a block is ---------------------------------------------------------------------------
-
-// A position in the ring of stages. `phase` is the parity of the lap.
-template <int STAGES>
-struct Ring {
-  int stage = 0;
-  u32 phase = 0;
-  MF_FN void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
-struct Tile {
-  int batch, m, n;  // m and n in elements
-};
-
-template <class S>
-MF_FN Tile tile_at(const Args& args, int q) {
-  const int plane = args.m_tiles * args.n_tiles, batch = q / plane, rest = q - batch * plane;
-  const int n = rest / args.m_tiles, m = rest - n * args.m_tiles;
-  return {batch, m * Shared<S>::tile_m, n * Shared<S>::tile_n};
-}
-
-#define MF_TILES(q, args) \
-  _Pragma("unroll 1") for (int q = blockIdx.x; q < (args).tiles; q += gridDim.x)
-
 // ---- warpgroup 0: one thread each ---------------------------------------------------------------
 
 template <class S>
@@ -156,16 +58,6 @@ MF_FN void load_rows(const Args& args, const Shared<S>& shared) {
       phase ^= 1;
     }
   }
-}
-
-// Where consumer `group`'s part of a tile starts.
-template <class S>
-MF_FN int first_row(const Tile& tile, int group) {
-  return tile.m + (S::split_m > 1 ? group * ROWS : 0);
-}
-template <class S>
-MF_FN int first_column(const Tile& tile, int group) {
-  return tile.n + (S::split_n > 1 ? group * S::width : 0);
 }
 
 // Serves the staging slots of consumer `group`. Chunk j uses slot j % slots. For every tile: the
@@ -344,6 +236,7 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
       ring.next();
     }
     ptx::mma_wait<0>();
+    ptx::mma_settled(acc);
     if (leader) ptx::arrive(shared.empty(last));
 
     // What a short product left no k-blocks for.
@@ -364,6 +257,7 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
     finish<S>(acc, words, shared, group);
     if constexpr (S::rows > 0) {
       row_phase ^= 1;
+      ptx::fence_async_shared();
       __syncwarp();
       if (leader) ptx::arrive(shared.rows_empty());
     }

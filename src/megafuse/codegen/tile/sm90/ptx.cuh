@@ -14,12 +14,6 @@ namespace ptx {
 
 MF_FN u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-MF_FN u64 nanoseconds() {
-  u64 t;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
-  return t;
-}
-
 // A random pause of up to 4 us where a test asks for one: an ordering that only usually holds fails.
 MF_FN void jitter(u32 where) {
 #ifdef MF_JITTER
@@ -60,10 +54,13 @@ MF_FN bool has_passed(u32 barrier, u32 parity) {
 // Until the phase of this parity is complete. A fresh barrier counts its phase of parity 1 as done.
 MF_FN void wait(u32 barrier, u32 parity) {
 #ifdef MF_DEBUG
-  // A wait that never ends is a fault of this kernel: stop it where a debugger can see it.
-  const u64 start = nanoseconds();
-  while (!has_passed(barrier, parity))
-    if (nanoseconds() - start > 10000000000ull) __trap();
+  // A wait that never ends is a fault of this kernel: stop it where a debugger can see it. Each try
+  // suspends the thread for a while, so this many take seconds. (Counted, because reading a clock
+  // here costs the registers that the consumers do not have.)
+  if (has_passed(barrier, parity)) return;
+  _Pragma("unroll 1") for (int tries = 0; tries < (1 << 22); ++tries)
+    if (has_passed(barrier, parity)) return;
+  __trap();
 #else
   while (!has_passed(barrier, parity)) {
   }
@@ -112,6 +109,12 @@ MF_FN void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "m
 template <int N>
 MF_FN void mma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// After the wait: keeps the compiler from moving uses of the accumulator up in front of it, which a
+// register operand alone does not forbid.
+template <int N>
+MF_FN void mma_settled(float (&acc)[N]) {
+  MF_UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
 // ---- registers and shared memory ----------------------------------------------------------------
