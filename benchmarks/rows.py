@@ -28,7 +28,7 @@ from megafuse.fusion.describe import read_bytes, written_bytes
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import evaluate
 from megafuse.runtime.cuda import CudaModule, compile_cubin
-from megafuse.runtime.executor import BuiltRegion, Executor
+from megafuse.runtime.executor import BuiltRegion, Executor, blocks_per_sm
 from megafuse.subgraphs import Settings, load
 from megafuse.tools.environment import environment
 
@@ -70,8 +70,8 @@ def inputs_of(plan: GraphPlan, region: RowRegion, sizes: dict[str, int]) -> dict
 def layouts(region: RowRegion) -> list[Schedule]:
     """Layouts worth timing: every exact division of the row, one to many blocks."""
     found = []
-    widths = (8, 4) if columns_of(region.stages[0]) % 8 == 0 else (4, 2, 1)
-    for lanes, team in itertools.product(widths, (8, 16, 32, 64, 80, 96, 128, 160, 256, 320, 640)):
+    widths = (8,)
+    for lanes, team in itertools.product(widths, (32, 64, 128, 160, 320)):
         if team > 32 and team % 32:
             continue
         stages = []
@@ -83,13 +83,19 @@ def layouts(region: RowRegion) -> list[Schedule]:
             stages.append(StageSchedule(n, lanes, steps, False))
         if len(stages) < len(region.stages):
             continue
-        for teams in ((1, 2, 4, 8) if region.kind == "group" or team <= 64 else (1,)):
-            for warps in (8, 12, 16, 20, 24, 32, 48):
+        teamings = (1, 2, 4, 8) if region.kind == "group" or team <= 64 else (1,)
+        ways = ((0, True), (0, False), (2, True), (3, True))
+        for teams, (depth, ahead), hold in itertools.product(teamings, ways, (True, False)):
+            if not hold and team > 160:
+                continue
+            for warps in (8, 16, 24, 32):
                 threads = team * teams
                 blocks = warps * 32 // threads if threads >= 32 else 0
-                if 32 <= threads <= 1024 and blocks and blocks * threads > (warps - 4) * 32 \
+                least = 128 if region.kind == "group" else 64
+                if least <= threads <= 640 and blocks and blocks * threads > (warps - 4) * 32 \
                         and not (team > 32 and teams > 15):  # fmt: skip
-                    found.append(Schedule(team, teams, tuple(stages), blocks))
+                    found.append(Schedule(team, teams, tuple(stages), blocks, depth,
+                                          ahead, hold))  # fmt: skip
     return list(dict.fromkeys(found))
 
 
@@ -127,9 +133,9 @@ def main() -> None:
                 continue
             rows += measure(executor, region, sizes, bandwidth, options.sweep)
     if options.json:
-        options.json.write_text(json.dumps({"environment": environment(torch.device("cuda")), "shape": shape,
-                                            "dtype": options.dtype, "copy": bandwidth,
-                                            "rows": rows}, default=str, indent=1))  # fmt: skip
+        record = {"environment": environment(torch.device("cuda")), "shape": shape,
+                  "dtype": options.dtype, "copy": bandwidth, "rows": rows}  # fmt: skip
+        options.json.write_text(json.dumps(record, default=str, indent=1))
 
 
 def measure(
@@ -149,8 +155,11 @@ def measure(
         for kernel, cubin in zip(kernels, cubins, strict=True):
             if cubin is None or any(r.spill_loads for r in cubin.resources.values()):
                 continue
-            module = CudaModule(cubin, kernel.names, torch.cuda.current_device())
-            built = BuiltRegion(region, kernel, module, executor._occupancy(kernel, cubin))
+            if kernel.shared > 200_000:
+                continue
+            shared = {kernel.name: kernel.shared}
+            module = CudaModule(cubin, kernel.names, torch.cuda.current_device(), shared)
+            built = BuiltRegion(region, kernel, module, blocks_per_sm(kernel, cubin, executor.spec))
             candidates.append(("sweep", built))
     results = []
     for kind, built in candidates:
@@ -159,15 +168,18 @@ def measure(
         ms = statistics.median(samples)
         s = built.kernel.schedule
         layout = (f"team {s.team}x{s.teams} lanes {','.join(str(x.lanes) for x in s.stages)} "
-                  f"blocks {s.blocks}/{built.blocks_per_sm}")  # fmt: skip
-        registers = built.module.cubin.resources[built.kernel.name].registers  # type: ignore[union-attr]
+                  f"blocks {s.blocks}/{built.blocks_per_sm} depth {s.depth}"
+                  f"{'' if s.ahead else ' now'}{'' if s.hold else ' reread'}")  # fmt: skip
+        cubin = built.module.cubin  # type: ignore[union-attr]
+        registers = cubin.resources[built.kernel.name].registers
         results.append({"region": region.name, "kind": kind, "layout": layout, "ms": ms,
                         "registers": registers, "bytes": nbytes,
                         "fraction": nbytes / (ms * 1e-3) / bandwidth, "samples": samples})  # fmt: skip
     best = sorted(results, key=lambda r: r["ms"])
     for r in [x for x in results if x["kind"] == "chosen"] + best[:6]:
-        print(f"{r['region']:4}{r['kind']:7}{r['layout']:38}{r['registers']:4} regs {r['ms']:.4f} ms "
-              f"{r['bytes'] / r['ms'] / 1e9:.2f} TB/s {100 * r['fraction']:.0f} % of copy")  # fmt: skip
+        print(f"{r['region']:4}{r['kind']:7}{r['layout']:58}{r['registers']:4} regs "
+              f"{r['ms']:.4f} ms {r['bytes'] / r['ms'] / 1e9:.2f} TB/s "
+              f"{100 * r['fraction']:.0f} % of copy")  # fmt: skip
     return results
 
 

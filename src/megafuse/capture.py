@@ -297,7 +297,8 @@ def _bytes_moved(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> Dim
         if str(node.target).startswith(("aten._unsafe_view", "aten.detach")):
             continue
         operands = [n for n in node.all_input_nodes if "val" in n.meta]
-        total = as_dim(total + nbytes(node.meta["val"]) + sum(nbytes(n.meta["val"]) for n in operands))
+        read = sum(nbytes(n.meta["val"]) for n in operands)
+        total = as_dim(total + nbytes(node.meta["val"]) + read)
     return total
 
 

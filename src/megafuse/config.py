@@ -48,8 +48,9 @@ class Options:
             ("memory", ("balanced", "min")),
             ("executor", ("auto", "reference")),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"Options.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"Options.{name} must be one of {allowed}, got {value!r}")
 
 
 def cache_dir() -> Path:

@@ -60,7 +60,7 @@ def layer_norm_backward(
     bias: Tensor | None,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """aten.native_layer_norm_backward: dx = rstd (g - mean(g) - xhat mean(g xhat)), g = grad weight."""
+    """native_layer_norm_backward: dx = rstd (g - mean(g) - xhat mean(g xhat)), g = grad weight."""
     dims, dtype = _inner_dims(x, shape), _compute_dtype(x.dtype)
     outer = list(range(x.dim() - len(shape)))
     n = _count(x, dims)
@@ -74,7 +74,8 @@ def layer_norm_backward(
         # Two fused multiply-adds an element, and one rounding of the large term instead of three.
         dx = (g * rstd - (xhat * (c2 * rstd) + c1 * rstd)).to(x.dtype)
     if mask[1] and weight is not None:
-        dw = (gradf * xhat).sum(outer).to(weight.dtype) if outer else (gradf * xhat).to(weight.dtype)
+        dw = gradf * xhat
+        dw = (dw.sum(outer) if outer else dw).to(weight.dtype)
     if mask[2] and bias is not None:
         db = gradf.sum(outer).to(bias.dtype) if outer else gradf.to(bias.dtype)
     return dx, dw, db
@@ -92,15 +93,24 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return (grad.to(dtype) * (s * (xf * (1.0 - s) + 1.0))).to(x.dtype)
 
 
+def _check_bias(bias: Tensor, a: Tensor) -> None:
+    """PyTorch's kernels refuse a bias of another dtype; on meta tensors it would be promoted."""
+    if bias.dtype != a.dtype:
+        raise RuntimeError(f"expected bias and product of one dtype, got {bias.dtype}, {a.dtype}")
+
+
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """bias + a @ b; scaled forms stay whole (they are rare and PyTorch rounds them once)."""
-    if beta != 1 or alpha != 1:
+    """bias + a @ b. Scaled forms (rare) stay whole, and so do 16-bit ones: PyTorch adds the bias
+    before it rounds, a product in memory is rounded first. In float32 that is below notice."""
+    _check_bias(bias, a)
+    if beta != 1 or alpha != 1 or a.dtype.itemsize < 4:
         return NotImplemented
     return torch.mm(a, b) + bias
 
 
 def baddbmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    if beta != 1 or alpha != 1:
+    _check_bias(bias, a)
+    if beta != 1 or alpha != 1 or a.dtype.itemsize < 4:
         return NotImplemented
     return torch.bmm(a, b) + bias
 

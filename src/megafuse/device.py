@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -43,7 +43,7 @@ CPU = DeviceSpec(
 )  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_spec(index: int) -> DeviceSpec:
     """The device's own shape; rates of the H200 scaled by multiprocessors where it is another."""
     props = torch.cuda.get_device_properties(index)

@@ -22,7 +22,7 @@ Observe = Callable[[str, str], None]
 
 
 def observer(options: Options) -> Observe:
-    """Writes (name, text) under `options.dump`, each plan in a folder of its own, or does nothing."""
+    """Writes (name, text) under `options.dump`, a folder for each plan, or does nothing."""
     if options.dump is None:
         return lambda name, text: None
     root = options.dump
@@ -48,13 +48,14 @@ def plan_text(plan: GraphPlan) -> str:
             cols = " ".join(f"{a}<{a.extent}" for a in stage.settled_cols())
             lines.append(f"  stage {k}: rows {rows}; columns {cols}")
             for root in stage.roots:
-                lines.append(f"    {root.kind} {root.node.name} at {show(root.at)}  {root.node.origin}")
+                where = f"{root.node.name} at {show(root.at)}"
+                lines.append(f"    {root.kind} {where}  {root.node.origin}")
     lines += ["", "kept apart:"]
     lines += [f"  {w.producer} | {w.consumer}: {w.reason}" for w in plan.refused]
     return "\n".join(lines) + "\n"
 
 
-REPRO = '''"""Runs one captured graph fused and unfused and compares; exit status 1 when they differ.
+REPRO = '''"""Runs one captured graph fused and unfused; exit status 1 when the two differ.
 
 Inputs are random with the captured shapes and dtypes. Run on the device named by MEGAFUSE_DEVICE
 (default: cuda when there is one, else cpu).

@@ -1,26 +1,36 @@
 """A traced aten graph, translated into the small vocabulary of `megafuse.ir`.
 
 Views become reshape / permute / expand / slice, reductions keep their dimensions, matrix products
-become one batched `matmul`, copies vanish, and everything unknown is kept whole as an `extern` call.
+become one batched `matmul`, copies vanish, and everything unknown is kept whole as an `extern`.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megafuse.ir import Arg, Dim, Graph, Node, Origin, Ref, TensorType, as_dim, symbol
+from megafuse.errors import CaptureError
+from megafuse.ir import (
+    FUSABLE,
+    Arg,
+    Dim,
+    Graph,
+    Node,
+    Origin,
+    Ref,
+    TensorType,
+    as_dim,
+    symbol,
+)
 from megafuse.ops import pointwise
 
 BACKWARD = "@backward"
 """Marks the tag of nodes traced during `torch.autograd.grad`; see `capture._Provenance`."""
-
-FUSABLE = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
 
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
@@ -38,7 +48,8 @@ class Importer:
         self._count: dict[str, int] = {}
 
     def run(self, traced: torch.fx.GraphModule, primals: int) -> Importer:
-        inputs, outputs = [], []
+        inputs: list[Node] = []
+        outputs: list[Node | None] = []
         for fx_node in traced.graph.nodes:
             if fx_node.op == "placeholder":
                 index = len(inputs)
@@ -87,6 +98,7 @@ class Importer:
     def origin(self, fx_node: torch.fx.Node) -> Origin:
         op = str(fx_node.target).rsplit(".", 1)[0].removeprefix("torch.ops.")
         tag = fx_node.meta.get("stack_trace") or "|"
+        direction: Literal["forward", "backward"]
         direction = "backward" if tag.startswith(BACKWARD) else "forward"
         location, _, module = tag.removeprefix(f"{BACKWARD}|").partition("|")
         return Origin(op, location or None, module or None, direction)
@@ -146,15 +158,17 @@ class Importer:
             if isinstance(whole, Node):
                 return self.emit("item", (whole,), self.type_of(fx_node), whole.origin, index=index)
             return whole[index]
-        name = fx_node.target.overloadpacket._qualified_op_name.split("::")[-1]
-        namespace = fx_node.target.namespace
+        target: Any = fx_node.target
+        name = target.overloadpacket._qualified_op_name.split("::")[-1]
         args = [self._arg(a) for a in fx_node.args]
         kwargs = {k: self._arg(v) for k, v in fx_node.kwargs.items()}
         origin = self.origin(fx_node)
-        if namespace == "aten":
+        if target.namespace == "aten":
             handler: Callable[..., Any] | None = getattr(self, f"op_{name}", None)
             if name in _SAME:
                 return args[0]
+            if not _all_fusable([value, args, kwargs]):
+                return self._extern(fx_node, args, kwargs, origin)
             if name in _RESHAPES:
                 return self.reshape(args[0], self.type_of(fx_node).shape, origin)
             if name in _FULLS:
@@ -164,25 +178,28 @@ class Importer:
                 if result is not NotImplemented:
                     return result
             elif name in pointwise.BY_ATEN:
-                result = self._pointwise(fx_node, pointwise.BY_ATEN[name].name, args, kwargs, origin)
+                op = pointwise.BY_ATEN[name].name
+                result = self._pointwise(fx_node, op, args, kwargs, origin)
                 if result is not NotImplemented:
                     return result
         return self._extern(fx_node, args, kwargs, origin)
 
     def _pointwise(
-        self, fx_node: torch.fx.Node, op: str, args: list[Any], kwargs: dict[str, Any], origin: Origin
-    ) -> Any:
+        self, fx_node: torch.fx.Node, op: str, args: list[Any], kwargs: dict[str, Any],
+        origin: Origin,
+    ) -> Any:  # fmt: skip
         type = self.type_of(fx_node)
-        alpha = kwargs.pop("alpha", 1)
+        alpha = kwargs.get("alpha", 1)
         arity = pointwise.TABLE[op].arity
-        if kwargs or len(args) != arity or type.dtype not in FUSABLE:
+        if kwargs.keys() - {"alpha"} or len(args) != arity:
             return NotImplemented
-        if any(isinstance(a, Node) and a.dtype not in FUSABLE for a in args):
+        if type.dtype == torch.bool and op == "add":  # True + True is True, not 2
             return NotImplemented
         if alpha != 1:
             scaled = args[1]
             if isinstance(scaled, Node):
-                args[1] = self.emit("mul", (scaled, alpha), TensorType(scaled.shape, type.dtype), origin)
+                scaled_type = TensorType(scaled.shape, type.dtype)
+                args[1] = self.emit("mul", (scaled, alpha), scaled_type, origin)
             else:
                 args[1] = scaled * alpha
         return self.emit(op, args, type, origin)
@@ -265,7 +282,7 @@ class Importer:
     def op_stack(self, fx_node: Any, origin: Origin, parts: list[Node], dim: int = 0) -> Any:
         type = self.type_of(fx_node)
         dim %= len(type.shape)
-        shape = type.shape[:dim] + (1,) + type.shape[dim + 1 :]
+        shape = (*type.shape[:dim], 1, *type.shape[dim + 1 :])
         return self.op_cat(fx_node, origin, [self.reshape(p, shape, origin) for p in parts], dim)
 
     def op_slice_scatter(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int = 0,
@@ -293,6 +310,8 @@ class Importer:
         where = tuple(sorted({d % rank for d in dims})) if dims else tuple(range(rank))
         if not where:
             return x
+        if op != "sum" and not _is_row(x, where):
+            return NotImplemented  # only sums are combined across rows
         kept = tuple(1 if i in where else s for i, s in enumerate(x.shape))
         out = self.emit(op, (x,), TensorType(kept, type.dtype), origin, dims=where)
         return self.reshape(out, type.shape, origin)
@@ -310,13 +329,18 @@ class Importer:
         return self._reduce(fx_node, "amin", origin, x, dims)
 
     def op_bmm(self, fx_node: Any, origin: Origin, a: Node, b: Node) -> Any:
-        if a.dtype not in FUSABLE:
-            return NotImplemented
+        self._same_dtype(a, b, origin)
         return self.emit("matmul", (a, b), self.type_of(fx_node), origin)
 
+    def _same_dtype(self, a: Node, b: Node, origin: Origin) -> None:
+        if a.dtype != b.dtype:  # traced on meta tensors, where PyTorch does not look
+            raise CaptureError(
+                f"{origin}: the operands of a product have different dtypes, {a.dtype} and "
+                f"{b.dtype}; PyTorch refuses that too. Cast one of them."
+            )
+
     def op_mm(self, fx_node: Any, origin: Origin, a: Node, b: Node) -> Any:
-        if a.dtype not in FUSABLE:
-            return NotImplemented
+        self._same_dtype(a, b, origin)
         type = self.type_of(fx_node)
         batched = TensorType((1, *type.shape), type.dtype)
         a, b = (self.reshape(v, (1, *v.shape), origin) for v in (a, b))
@@ -327,7 +351,7 @@ class Importer:
         value = _FULLS[name]
         if value is None:
             value = kwargs.get("fill_value", args[0] if name == "scalar_tensor" else args[-1])
-        if type.dtype not in FUSABLE or not isinstance(value, (int, float, bool)):
+        if not isinstance(value, (int, float, bool)):
             return self._extern(fx_node, args, kwargs, origin)
         return self.emit("full", (), type, origin, value=value)
 
@@ -358,3 +382,21 @@ class Importer:
             return self.emit("full", (), type, origin, value=value.item())
         return self.emit("extern", (), type, origin, target="constant", call_args=[],
                          call_kwargs={}, multiple=False, value=value)  # fmt: skip
+
+
+def _all_fusable(value: Any) -> bool:
+    """Whether every tensor in `value`, a traced value or translated arguments, is of FUSABLE."""
+    if isinstance(value, (torch.Tensor, Node)):
+        return value.dtype in FUSABLE
+    if isinstance(value, dict):
+        value = list(value.values())
+    return all(map(_all_fusable, value)) if isinstance(value, (list, tuple)) else True
+
+
+def _is_row(x: Node, dims: tuple[int, ...]) -> bool:
+    """Whether `dims` are the innermost extents of `x` other than 1, all known at compile time."""
+    wide = [d for d, extent in enumerate(x.shape) if extent != 1]
+    inner = [d for d in dims if d in wide]
+    return inner == wide[len(wide) - len(inner) :] and all(
+        isinstance(x.shape[d], int) for d in inner
+    )

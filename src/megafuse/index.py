@@ -1,9 +1,9 @@
 """Affine index maps: which element of a tensor an iteration reads or writes.
 
 An iteration space is a list of `Axis`; a coordinate is `sum(coefficient * axis) + constant`. Views
-only rename elements, so reading through a view is a map of coordinates. Where a reshape cuts an axis
-in two (20 of 1280 columns, say) the map is affine only over the finer axes: `NeedSplit` asks the
-owner of the space to split that axis and start over.
+only rename elements, so reading through a view is a map of coordinates. Where a reshape cuts an
+axis in two (20 of 1280 columns, say) the map is affine only over the finer axes: `NeedSplit` asks
+the owner of the space to split that axis and start over.
 """
 
 from __future__ import annotations
@@ -197,9 +197,8 @@ def operand_coords(node: Node, operand: Node, coords: Coords) -> Coords:
                 result.insert(0, inside)
             return (rest, *result) if operand.shape else ()
     missing = len(coords) - len(operand.shape)
-    return tuple(
-        ZERO if extent == 1 else c for extent, c in zip(operand.shape, coords[missing:], strict=True)
-    )
+    pairs = zip(operand.shape, coords[missing:], strict=True)
+    return tuple(ZERO if extent == 1 else c for extent, c in pairs)
 
 
 def fresh_coords(node: Node, stem: str = "i") -> tuple[list[Axis], Coords]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megafuse.errors import InvariantError
-from megafuse.ir import Dim, Graph, Node, as_dim, product
+from megafuse.ir import FUSABLE, Dim, Graph, Node, as_dim, product
 from megafuse.ops import is_pointwise
 
 
@@ -51,6 +51,10 @@ def broadcast(shapes: list[tuple[Dim, ...]]) -> tuple[Dim, ...] | None:
 
 def _type_problem(node: Node) -> str | None:
     shapes = [i.shape for i in node.inputs]
+    if node.op not in ("input", "extern", "item"):
+        for dtype in (node.dtype, *(i.dtype for i in node.inputs)):
+            if dtype not in FUSABLE:
+                return f"no generated code handles {dtype}"
     match node.op:
         case "input" | "full" | "extern" | "item":
             return None
@@ -60,14 +64,15 @@ def _type_problem(node: Node) -> str | None:
         case "permute":
             expected = tuple(shapes[0][i] for i in node.attrs["order"])
         case "expand":
-            ok = len(shapes[0]) == len(node.shape) and broadcast([shapes[0], node.shape]) == node.shape
+            ok = len(shapes[0]) == len(node.shape)
+            ok = ok and broadcast([shapes[0], node.shape]) == node.shape
             return None if ok else f"{shapes[0]} does not expand to {node.shape}"
         case "slice":
             return None if len(shapes[0]) == len(node.shape) else "changes rank"
         case "cat":
             dim = node.attrs["dim"]
             total = as_dim(sum(s[dim] for s in shapes))
-            expected = shapes[0][:dim] + (total,) + shapes[0][dim + 1 :]
+            expected = (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
         case "sum" | "amax" | "amin":
             dims = node.attrs["dims"]
             expected = tuple(1 if i in dims else s for i, s in enumerate(shapes[0]))

@@ -16,6 +16,9 @@ from typing import Any, Literal, Union
 import sympy
 import torch
 
+FUSABLE = (torch.float32, torch.float16, torch.bfloat16, torch.bool)
+"""What generated code reads, computes and writes; tensors of other dtypes are left to PyTorch."""
+
 Dim = Union[int, sympy.Expr]
 """An extent: an int, or an expression in the graph's run-time sizes (positive integers)."""
 
@@ -89,8 +92,8 @@ class Node:
     """One operation. `args` are nodes and scalars in the operator's order; `attrs` the rest.
 
     ops whose args are nodes: see `megafuse.ops`. Special ones: "input" (a graph input; attrs
-    "index"), "extern" (one aten call; attrs "target", "call_args", "call_kwargs" with nodes replaced by
-    `Ref`), "item" (one output of a multi-output extern; attrs "index").
+    "index"), "extern" (one aten call; attrs "target", "call_args", "call_kwargs" with nodes
+    replaced by `Ref`), "item" (one output of a multi-output extern; attrs "index").
     """
 
     name: str
@@ -175,11 +178,15 @@ def print_graph(graph: Graph, spell: Spelling | None = None) -> str:
     `spell(node, names of args)` gives the right-hand side; by default a neutral one is used that
     reads well but does not run. `megafuse.runtime.reference` passes the one that does.
     """
+    runs = spell is not None
     spell = spell or (lambda node, names: f"{node.op}({', '.join(names + _attrs(node))})")
     lines = [f"def graph({', '.join(n.name for n in graph.inputs)}):"]
     position = {n.attrs["index"]: n.name for n in graph.inputs}
     for name, (index, dim) in graph.sizes.items():
         lines.append(f"    {name} = {position[index]}.shape[{dim}]")
+    if runs:
+        where = f"{graph.inputs[0].name}.device" if graph.inputs else "torch.device('cpu')"
+        lines.append(f"    device = {where}")
     for node in graph.nodes:
         if node.op == "input":
             lines.append(f"    # {node.name}: {node.type}")

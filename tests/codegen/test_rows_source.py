@@ -85,7 +85,7 @@ def test_schedules_cover_the_row(columns: int) -> None:
         assert isinstance(part, GraphPlan)
         for region in part.regions:
             assert isinstance(region, RowRegion)
-            for schedule in [host_schedule(region), *cuda_schedules(region)]:
+            for schedule in [host_schedule(region), *cuda_schedules(region, part.rows_of(region))]:
                 assert 1 <= schedule.threads <= 1024
                 for stage in schedule.stages:
                     assert stage.columns == columns or stage.columns < columns
@@ -101,7 +101,7 @@ def test_cuda_and_host_share_one_program(plan: Plan) -> None:
             if not isinstance(region, RowRegion):
                 continue
             host = emit_host(part, region, False)
-            cuda = emit_rows(region, part.buffers, next(iter(cuda_schedules(region))), False,
+            cuda = emit_rows(region, part.buffers, next(cuda_schedules(region, part.rows_of(region))), False,
                              f"mf_{region.name}")  # fmt: skip
             assert [a.name for a in host.args] == [a.name for a in cuda.args]
             assert host.names == cuda.names
@@ -123,5 +123,6 @@ def test_scalars_are_spelled_exactly() -> None:
 
     x = torch.randn(2, 5)
     (kernel,) = kernels(plan_of(Scale(), x)).values()
-    assert "16777217.0" in kernel.source
-    assert torch.equal(megafuse.fuse(Scale())(x), Scale()(x))
+    assert "(0.1)" in kernel.source and "16777217.0" in kernel.source
+    exact = Scale()(x.double())
+    assert (megafuse.fuse(Scale())(x).double() - exact).abs().max() <= 1  # half a step at 2^24

@@ -58,28 +58,29 @@ import sys, torch
 from support import block_case, step
 import megafuse
 from megafuse import Options
-for shape in {shapes}:
-    for dtype in (torch.float32, torch.bfloat16):
-        case = block_case(shape, dtype)
-        fused = megafuse.fuse(case.module, options=Options(sanitize=True))
-        got = step(fused, list(fused.parameters()), case.args, [case.grad_output])
-        want = step(case.module, list(case.module.parameters()), case.args, [case.grad_output])
-        near = 1e-4 if dtype == torch.float32 else 0.05
-        for a, b in zip(got, want, strict=True):
-            assert (a - b).norm() <= near * b.norm(), (shape, dtype)
-        print("clean", shape, dtype, flush=True)
+for shape, dtype in {cases}:
+    case = block_case(shape, dtype)
+    fused = megafuse.fuse(case.module, options=Options(sanitize=True))
+    got = step(fused, list(fused.parameters()), case.args, [case.grad_output])
+    want = step(case.module, list(case.module.parameters()), case.args, [case.grad_output])
+    near = 1e-4 if dtype == torch.float32 else 0.05
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= near * b.norm(), (shape, dtype)
+    print("clean", shape, dtype, flush=True)
 """
+# Sanitized kernels take 30 s a plan to compile: one dtype each, and rows that end mid-vector.
+SANITIZED = [((3, 8, 72, 2), torch.float32), ((5, 24, 120, 3), torch.bfloat16)]
 
 
 def test_generated_code_under_sanitizers() -> None:
-    """Forward and backward of each shape under the address and undefined-behaviour sanitizers."""
+    """Forward and backward under the address and undefined-behaviour sanitizers."""
     paths = os.pathsep.join([str(REPOSITORY / "tests"), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(shapes=SHAPES)], capture_output=True, text=True,
+        [sys.executable, "-c", SCRIPT.format(cases=SANITIZED)], capture_output=True, text=True,
         check=False, env={**os.environ, **sanitizer_env(), "PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("clean") == 2 * len(SHAPES)
+    assert done.stdout.count("clean") == len(SANITIZED)
     assert "runtime error" not in done.stderr and "AddressSanitizer" not in done.stderr
 
 

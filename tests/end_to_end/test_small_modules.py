@@ -9,7 +9,7 @@ from support import REFERENCE, assert_as_near, assert_close_to_float64, step, up
 from torch import Tensor
 
 import megafuse
-from megafuse import Options
+from megafuse import Options, decompositions
 
 IN_BF16 = ["mlp", "softmax", "rms_norm", "activations", "cat_split_stack", "column_sums"]
 ROUNDED = ["mlp", "residual", "activations"]
@@ -42,8 +42,20 @@ def test_reference_executor(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_eager_rounding_is_eagers_own(name: str) -> None:
-    """With every cast of eager's operator boundaries, most elements are bitwise eager's."""
+def test_eager_rounding_is_eagers_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every cast of eager's operator boundaries, nearly all elements are bitwise eager's.
+
+    What differs between machines is left out: PyTorch's layer norm keeps its statistics in the
+    low precision on a CPU, and in float32 on CUDA, which is what megafuse reproduces.
+    """
+    ours = decompositions.layer_norm
+
+    def as_on_a_cpu(x: Tensor, *rest: object) -> tuple[Tensor, ...]:
+        y, *statistics = ours(x, *rest)  # type: ignore[arg-type]
+        return y, *(s.to(x.dtype).float() for s in statistics)
+
+    layer_norm = torch.ops.aten.native_layer_norm.default
+    monkeypatch.setitem(decompositions._OURS, layer_norm, as_on_a_cpu)
     module, args = make(name, torch.bfloat16)
     upstream = upstream_for([o for o in _list(module(*args))])
     eager = step(module, list(module.parameters()), args, upstream)
@@ -54,9 +66,8 @@ def test_eager_rounding_is_eagers_own(name: str) -> None:
         assert a is not None and b is not None
         same += int((a == b).sum())
         total += a.numel()
-        # never further apart than the rounding of a result
-        torch.testing.assert_close(a.float(), b.float(), rtol=2.0**-6, atol=2.0**-6)
-    assert same >= 0.85 * total, f"{same} of {total} elements equal eager's"
+        assert (a - b).float().norm() <= 2.0**-7 * b.float().norm()
+    assert same >= 0.95 * total, f"{same} of {total} elements equal eager's"
 
 
 def _list(value: object) -> list[Tensor]:

@@ -2,14 +2,15 @@
 
 Kernels are built with MF_DEBUG unless a test says otherwise: a wait that never ends stops after
 seconds with an error, after which the process can use the GPU no more and the rest is skipped.
+Building is what takes the time here: tests share the builds in BUILDS and that of LARGE, "both".
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product as combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,54 +21,45 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "matmul"))
 
 from products import Case, make
 
-from megafuse.codegen.matmul import TILES, TileConfig, emit_matmul, ranked_tiles
-from megafuse.runtime.matmul import Matmul, accepts, compile_matmul, spec_of
+from megafuse.codegen.matmul import TILES, TileConfig, ranked_tiles
+from megafuse.runtime.matmul import Matmul, accepts
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU: wgmma exists nowhere else")
 
-LARGE, MIDDLE, FLAT, SMALL = TILES
-SHORT: tuple[int, int, int, int] = (2, 200, 520, 136)
-LONG: tuple[int, int, int, int] = (3, 1000, 1280, 1288)
-MAJORS = ("kn", "kk", "mn", "mk")
 Size = tuple[int, int, int, int]
+LARGE, MIDDLE, FLAT, SMALL = TILES
+# Both give some blocks three tiles or more, one after the other; every extent ends inside a tile.
+SHORT: Size = (100, 136, 264, 72)
+LONG: Size = (7, 1000, 1288, 1288)
 
-# (tile or None for the preferred one, size, how), in order of what they need to work.
-LADDER: list[tuple[TileConfig | None, Size, dict[str, Any]]] = [
-    *[(tile, (1, tile.m, tile.n, 64), {"majors": m}) for tile in TILES for m in MAJORS],
-    *[(tile, (1, tile.m, tile.n, 640), {}) for tile in TILES],
-    *[(tile, SHORT, {"majors": m}) for tile in TILES for m in MAJORS],
-    *[(tile, LONG, {"majors": m}) for tile in (LARGE, SMALL) for m in MAJORS],
-    *[(tile, LONG, {"epilogue": e}) for tile in TILES for e in ("bias", "residual", "both")],
-    *[(tile, SHORT, {"epilogue": "both"}) for tile in TILES],
+MAJORS, EPILOGUES = ("kn", "kk", "mn", "mk"), ("plain", "bias", "residual", "both")
+# Sixteen builds in which any two of tile, majors and epilogue meet.
+BUILDS = [
+    (tile, MAJORS[i], EPILOGUES[(t + i) % 4]) for i, (t, tile) in
+    combinations(range(4), enumerate(TILES))
+]  # fmt: skip
+
+# (tile, size, how), in order of what they need to work.
+LADDER: list[tuple[TileConfig, Size, dict[str, Any]]] = [
+    *[(t, (1, t.m, t.n, k), {"majors": m, "epilogue": e}) for k in (64, 640) for t, m, e in BUILDS],
+    *[(t, SHORT, {"majors": m, "epilogue": e, "pitch": 8}) for t, m, e in BUILDS],
+    *[(t, LONG, {"majors": m, "epilogue": e}) for t, m, e in BUILDS],
+    (LARGE, LONG, {"epilogue": "both", "majors": "mk", "batch_inside": True}),
+    (LARGE, LONG, {"epilogue": "both", "majors": "mk", "shared_b": True}),
     (LARGE, LONG, {"epilogue": "gated", "majors": "mk"}),
-    (LARGE, LONG, {"epilogue": "both", "batch_inside": True}),
-    (LARGE, LONG, {"epilogue": "both", "shared_b": True}),
     (LARGE, LONG, {"epilogue": "both", "row_dtype": torch.float32}),
     (LARGE, LONG, {"epilogue": "both", "dtype": torch.float16}),
     (MIDDLE, SHORT, {"majors": "mk", "dtype": torch.float16}),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
-def _usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def _usable() -> None:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
         pytest.skip(f"an earlier test left the GPU unusable: {str(error).splitlines()[0]}")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    """Every kernel of the ladder, compiled in parallel."""
-    if not HOPPER:
-        return
-    specs = set()
-    for tile, size, how in LADDER:
-        product = make(*size, **how).product
-        specs.add(spec_of(product, 132, tile))
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda s: compile_matmul(emit_matmul(s), debug=True), specs))
 
 
 def launch(matmul: Matmul, case: Case) -> None:
@@ -89,21 +81,20 @@ def check(case: Case, tile: TileConfig | None = None, **build: Any) -> Matmul:
 
 
 @pytest.mark.parametrize("tile,size,how", LADDER, ids=lambda v: str(v).replace(" ", ""))
-def test_ladder(tile: TileConfig | None, size: Size, how: dict[str, Any]) -> None:
+def test_ladder(tile: TileConfig, size: Size, how: dict[str, Any]) -> None:
     check(make(*size, device="cuda", **how), tile)
 
 
-@pytest.mark.parametrize("m", [1, 7, 65, 1000])
-@pytest.mark.parametrize("n", [8, 72, 1280])
-def test_odd_sizes(m: int, n: int) -> None:
-    for k in (8, 24, 64, 1288):
-        check(make(3, m, n, k, device="cuda", epilogue="both"))
-        check(make(3, m, n, k, device="cuda", majors="mk"))
-
-
-@pytest.mark.parametrize("n", [250, 13, 1])
-def test_columns_that_are_no_multiple_of_eight(n: int) -> None:
-    check(make(2, 100, n, 72, device="cuda", epilogue="residual"))
+@pytest.mark.parametrize("tile,majors,epilogue", BUILDS, ids=str)
+def test_odd_sizes(tile: TileConfig, majors: str, epilogue: str) -> None:
+    """An extent that counts rows may be anything, one that runs along them a multiple of 8."""
+    rows_m, rows_k = (1, 7, 65, 1000), (1, 13, 66, 1287)
+    for n in (8, 72, 1280):
+        for m, k in zip(
+            rows_m if majors[0] == "k" else (8, 16, 72, 1000),
+            rows_k if majors == "mn" else (8, 24, 64, 1288),
+        ):
+            check(make(3, m, n, k, device="cuda", majors=majors, epilogue=epilogue), tile)
 
 
 def bits(case: Case, tile: TileConfig) -> torch.Tensor:
@@ -112,23 +103,19 @@ def bits(case: Case, tile: TileConfig) -> torch.Tensor:
     return case.c.clone()
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_the_same_bits_every_time(tile: TileConfig) -> None:
-    case = make(*LONG, device="cuda", epilogue="both")
-    first = bits(case, tile)
-    assert all(torch.equal(bits(case, tile), first) for _ in range(5))
-
-
-def test_every_tile_gives_the_same_bits() -> None:
+def test_the_same_bits_every_time_from_every_tile() -> None:
     case = make(*LONG, device="cuda", epilogue="both")
     first = bits(case, LARGE)
-    assert [str(t) for t in TILES if not torch.equal(bits(case, t), first)] == []
+    different = [str(t) for t in TILES for _ in range(5) if not torch.equal(bits(case, t), first)]
+    assert different == []
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_random_delays_change_nothing(tile: TileConfig) -> None:
-    for size, how in ((LONG, {"epilogue": "both"}), (SHORT, {"majors": "mk", "epilogue": "both"})):
-        case = make(*size, device="cuda", **how)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "tile,majors", [(LARGE, "kn"), (MIDDLE, "mk"), (FLAT, "mk"), (SMALL, "kn")], ids=str
+)
+def test_random_delays_change_nothing(tile: TileConfig, majors: str) -> None:
+    for size in (LONG, SHORT):
+        case = make(*size, device="cuda", majors=majors, epilogue="both")
         for _ in range(3):
             case.room.fill_(float("nan"))
             check(case, tile, jitter=True)
@@ -136,7 +123,7 @@ def test_random_delays_change_nothing(tile: TileConfig) -> None:
 
 def test_new_buffers_are_only_a_new_address() -> None:
     first, second = (make(*SHORT, device="cuda", epilogue="both", seed=s) for s in (1, 2))
-    matmul = check(first)
+    matmul = check(first, LARGE, debug=False)
     launch(matmul, second)  # one kernel, other tensors
     torch.cuda.synchronize()
     assert second.mismatch() is None, second.mismatch()
@@ -155,9 +142,23 @@ def test_new_buffers_are_only_a_new_address() -> None:
     assert errors == [None]
 
 
+def test_another_stream() -> None:
+    case = make(*SHORT, device="cuda", epilogue="both")
+    matmul = check(case, LARGE, debug=False)
+    case.room.fill_(float("nan"))
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        launch(matmul, case)
+    assert not stream.query(), "it did not wait for what its stream did before"
+    stream.synchronize()
+    assert case.mismatch() is None, case.mismatch()
+
+
 def test_a_graph_replays_it() -> None:
     case = make(*SHORT, device="cuda", epilogue="both")
-    matmul = check(case, debug=False)
+    matmul = check(case, LARGE, debug=False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         launch(matmul, case)
@@ -168,17 +169,17 @@ def test_a_graph_replays_it() -> None:
 
 
 def test_alignment_is_judged_at_the_launch() -> None:
-    matmul = Matmul(make(*SHORT).product, 0, debug=True)
+    matmul = Matmul(make(*SHORT, device="meta").product, 0, tile=LARGE, debug=True)
     assert matmul.aligned(1 << 20, 4096, 16) and not matmul.aligned(1 << 20, 4098, 16)
 
 
 def test_nothing_to_do() -> None:
-    product = make(1, 64, 64, 64).product
+    product = make(1, 64, 64, 64, device="meta").product
     empty = replace(product, c=replace(product.c, shape=(0, 64, 64)),
                     a=replace(product.a, shape=(0, 64, 64)),
                     b=replace(product.b, shape=(0, 64, 64)))  # fmt: skip
-    if accepts(empty) is None:
-        Matmul(empty, 0, debug=True).launch(0, 0, 0, 0)
+    assert accepts(empty) is None
+    Matmul(empty, 0, tile=LARGE, debug=True).launch(0, 0, 0, 0)
 
 
 # The six products of the headline block, on fewer tokens: m, n, k and how.

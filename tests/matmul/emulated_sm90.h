@@ -111,6 +111,7 @@ void each_element(const TensorMap* map, u32 at, int x, int y, int z, F f) {
   if (at % 1024) emulated::fail("a box must start at a multiple of 1024 bytes");
   if (z < 0 || u64(z) >= d.extents[2]) emulated::fail("a batch that is not there");
   if (d.base % 16 || d.strides[0] % 16 || d.strides[1] % 16) emulated::fail("a misaligned map");
+  if (d.extents[0] % 8) emulated::fail("a store would go on to the end of its 16-byte piece");
   for (u64 r = 0; r < d.box[1]; ++r)
     for (u64 c = 0; c < d.box[0]; ++c) {
       const bool inside = x + c < d.extents[0] && y + r < d.extents[1];

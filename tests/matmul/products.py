@@ -68,8 +68,7 @@ class Case:
         at = bad.nonzero()
         lines = [
             f"{len(at)} of {bad.numel()} elements wrong, {int(got.isnan().sum())} of them NaN",
-            f"  batches {_ranges(at[:, 0])}; rows {_ranges(at[:, 1])}; "
-            f"columns {_ranges(at[:, 2])}",
+            f"  batches {_ranges(at[:, 0])}; rows {_ranges(at[:, 1])}; columns {_ranges(at[:, 2])}",
         ]
         for place in at[:4].tolist():
             i = tuple(place)
@@ -106,20 +105,23 @@ def make(
     batch_inside: bool = False,
     shared_b: bool = False,
     row_dtype: torch.dtype | None = None,
+    pitch: int = 0,
     seed: int = 0,
 ) -> Case:
     """majors: contiguous dimension of a ("k" or "m") and of b ("n" or "k"). batch_inside: a is a
     [m, batch, k] tensor seen as [batch, m, k] (and so is the tensor operand). shared_b: one b for
-    all batches, and one row of each row operand. Rows are padded where the extent is no multiple
-    of 8, as the copy engine demands."""
-    generator = torch.Generator().manual_seed(seed)
+    all batches, and one row of each row operand. Rows start at multiples of 16 bytes, and
+    another `pitch` elements apart; what is between them is NaN."""
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def width(extent: int) -> int:
+        return -(-extent // 8) * 8 + pitch
 
     def data(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        """Padded to whole 16 bytes along the last dimension, with NaN beyond."""
         *outer, last = shape
-        room = torch.full((*outer, -(-last // 8) * 8), float("nan"), dtype=dtype)
-        room[..., :last] = torch.randn(*shape, generator=generator).to(dtype)
-        return room.to(device)[..., :last]
+        room = torch.full((*outer, width(last)), float("nan"), dtype=dtype, device=device)
+        room[..., :last] = torch.randn(*shape, generator=generator, device=device).to(dtype)
+        return room[..., :last]
 
     a_k, b_n = majors[0] == "k", majors[1] == "n"
     if batch_inside and a_k:
@@ -140,7 +142,7 @@ def make(
     tensor = None
     if any(s.operand == "tensor" for s in steps):
         tensor = data(m, batch, n).transpose(0, 1) if batch_inside else data(batch, m, n)
-    room = torch.full((batch, m + 2, -(-n // 8) * 8), float("nan"), dtype=dtype, device=device)
+    room = torch.full((batch, m + 2, width(n)), float("nan"), dtype=dtype, device=device)
     c = room[:, :m, :n]
     product = Product(
         View.of(a), View.of(b), View.of(c), steps, tuple(View.of(r) for r in rows),

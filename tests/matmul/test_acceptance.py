@@ -18,6 +18,7 @@ from megafuse.codegen.matmul import TILES, emit_matmul
 from megafuse.errors import UnsupportedError
 from megafuse.fusion.plan import MatmulRegion, Operand
 from megafuse.runtime import matmul as runtime
+from megafuse.runtime.cuda import DriverError
 from megafuse.runtime.matmul import spec_of
 from megafuse.runtime.product import MapLayout, Product, View, accepts, map_layout, product_of
 
@@ -60,6 +61,10 @@ def test_the_six_products_are_taken(a: View, b: View, majors: tuple[str, str]) -
 def test_a_map_is_extents_and_strides() -> None:
     assert map_layout(X, 2, "x") == MapLayout(BF16, (D, B, T), (T * D * 2, D * 2), 1)
     assert map_layout(flipped(X, 1, 2), 1, "x") == MapLayout(BF16, (D, B, T), (T * D * 2, D * 2), 1)
+    padded = View((T, B, D), (B * (D + 8), D + 8, 1), BF16)  # rows with a pitch
+    assert map_layout(padded, 2, "c") == MapLayout(
+        BF16, (D, B, T), (2 * (D + 8), 2 * B * (D + 8)), 1
+    )
     shared = View((T, D, H), (0, H, 1), BF16)
     assert map_layout(shared, 2, "w") == MapLayout(BF16, (H, D, 1), (H * 2, H * D * 2), 0)
     # A stride that is never taken may be anything: the map gets one that the driver allows.
@@ -101,12 +106,42 @@ def test_what_is_refused_says_why() -> None:
     assert "multiples of 16 bytes" in (accepts(make(2, 8, 12, 8, epilogue="bias").product) or "")
 
 
-def test_one_row_and_one_column() -> None:
-    for size in ((3, 1, 8, 8), (1, 1, 1, 8), (2, 1, 8, 1)):
-        assert accepts(make(*size).product) is None
-    vector = Product(View((1, 1, 8), (8, 8, 1), BF16), View((1, 8, 1), (8, 1, 1), BF16),
-                     View((1, 1, 1), (1, 1, 1), BF16))  # fmt: skip
-    assert accepts(vector) is None
+@pytest.mark.parametrize(
+    "size,majors,words",
+    [
+        ((2, 64, 250, 72), "kn", "rows of the right operand are 500 bytes long"),
+        ((2, 64, 250, 72), "kk", "rows of the result are 500 bytes long"),
+        ((2, 64, 1, 72), "kk", "rows of the result are 2 bytes long"),
+        ((2, 64, 256, 66), "kn", "rows of the left operand are 132 bytes long"),
+        ((2, 64, 256, 66), "mk", "rows of the right operand are 132 bytes long"),
+        ((2, 65, 256, 64), "mn", "rows of the left operand are 130 bytes long"),
+    ],
+)
+def test_a_row_is_whole_pieces_of_16_bytes(
+    size: tuple[int, int, int, int], majors: str, words: str
+) -> None:
+    """However far apart the rows are: the copy engine writes such a row to its last piece's end."""
+    assert words in (accepts(make(*size, majors=majors).product) or "")
+    if size[2] % 8 == 0:  # the same extent is fine where it counts rows
+        other = "mn" if size[3] % 8 else "kn"
+        assert accepts(make(*size, majors=other).product) is None
+
+
+def test_one_row() -> None:
+    for size in ((3, 1, 8, 8), (1, 1, 8, 8), (2, 8, 8, 1)):
+        assert accepts(make(*size, majors="mn" if size[3] == 1 else "kn").product) is None
+
+
+def test_the_choice_says_why() -> None:
+    text = runtime.Matmul.choose(Product(X, W1, dense(T, B, 2 * H)))
+    assert text.startswith("Hopper kernel, 128x256 tile: 10240 tiles in 78 waves on 132 multip")
+    assert all(f"{t} +" in text for t in TILES[1:]), text
+    odd = Product(dense(4, 8, 8), dense(4, 8, 4), dense(4, 8, 4))
+    assert runtime.Matmul.choose(odd) == f"torch: {accepts(odd)}"
+    assert "this device is sm_80" in runtime.Matmul.choose(odd, "sm_80")
+    assert "0 tiles in 0 waves" in runtime.Matmul.choose(
+        Product(dense(0, 8, 8), dense(0, 8, 8), dense(0, 8, 8))
+    )
 
 
 def test_a_planned_region_is_a_product() -> None:
@@ -130,6 +165,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.kernel_params = b""
+        self.refusals: list[int] = []
 
     def encode(self, at: int, *rest: Any) -> int:
         assert at % 64 == 0
@@ -143,10 +179,14 @@ class FakeDriver:
         self.calls.append(("readdress", where))
         return 0
 
-    def launch(self, *args: Any) -> int:
-        self.calls.append(("launch", *args[:8]))
-        self.kernel_params = ctypes.string_at(args[9][0], 640)
-        return 0
+    def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
+        """As ctypes passes them on: each is already what the driver's prototype says."""
+        assert len(config) == 56 and isinstance(function, ctypes.c_void_p) and not extra
+        *numbers, stream, attributes, count = struct.unpack("=7I4x2QI4x", bytes(config))
+        assert (attributes, count) == (0, 0)
+        self.calls.append(("launch", function.value, *numbers, stream))
+        self.kernel_params = ctypes.string_at(params[0], 640)
+        return self.refusals.pop() if self.refusals else 0
 
 
 @pytest.fixture
@@ -154,7 +194,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake = FakeDriver()
 
     class Loaded:
-        handle, context = 99, None
+        handle, context = ctypes.c_void_p(99), None
 
     class Current:
         def __init__(self, context: object) -> None: ...
@@ -166,7 +206,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(runtime, "_load", lambda *_: Loaded())
     monkeypatch.setattr(runtime, "_entry_points", lambda: fake)
     monkeypatch.setattr(runtime.cuda, "_Current", Current)
-    monkeypatch.setattr(runtime.cuda, "_launch_function", lambda: fake.launch)
     properties = type("Properties", (), {"multi_processor_count": 132})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     return fake
@@ -181,15 +220,15 @@ def test_maps_are_encoded_once_and_then_readdressed(driver: FakeDriver) -> None:
         ("encode", 9, 0x1000, [D, B, T], [T * D * 2, D * 2], [64, 128, 1]),
         ("encode", 9, 0x2000, [2 * H, D, T], [4 * H, 4 * H * D], [64, 64, 1]),
         ("encode", 9, 0x3010, [2 * H, B, T], [4 * H, 4 * H * B], [64, 64, 1]),
-        ("launch", 99, 132, 1, 1, 384, 1, 1, matmul.kernel.shared_bytes),
+        ("launch", 99, 132, 1, 1, 384, 1, 1, matmul.kernel.shared_bytes, 5),
     ]
     head = struct.unpack_from("=4q10i", driver.kernel_params, 512)
     assert head[:4] == (0x4000, 0, 4 * H, 0)
     assert head[4:] == (B, 2 * H, 8, 20, 8 * 20 * 64, 20, 1, 1, 0, 0)
 
     driver.calls.clear()
-    matmul.launch(0x1000, 0x2000, 0x3000, 5, [0x4000])
-    assert [c[0] for c in driver.calls] == ["launch"]
+    matmul.launch(0x1000, 0x2000, 0x3000, 0, [0x4000])
+    assert [(c[0], c[-1]) for c in driver.calls] == [("launch", 0)]
     driver.calls.clear()
     matmul.launch(0x1000, 0x2000, 0x9000, 5, [0x5000])
     assert driver.calls[0] == ("readdress", 0x9010) and len(driver.calls) == 2
@@ -220,8 +259,26 @@ def test_an_empty_batch_launches_nothing(driver: FakeDriver) -> None:
     assert driver.calls == []
 
 
+def test_a_refused_launch(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_current: list[Any] = []
+    monkeypatch.setattr(runtime.cuda, "_driver", lambda: SimpleNamespace(cuCtxSetCurrent=None))
+    monkeypatch.setattr(runtime.cuda, "_call", lambda *_: made_current.append(1))
+    monkeypatch.setattr(runtime.cuda, "_reason", lambda status: f"CUDA error {status}")
+    matmul = runtime.Matmul(Product(X, W1, dense(T, B, 2 * H)), 0)
+    driver.refusals = [201]  # no context in this thread: made current, then launched again
+    matmul.launch(0x1000, 0x2000, 0x3000, 5)
+    assert len(made_current) == 1 and [c[0] for c in driver.calls].count("launch") == 2
+    driver.refusals = [700]
+    with pytest.raises(DriverError, match="on 132 blocks failed: CUDA error 700"):
+        matmul.launch(0x1000, 0x2000, 0x3000, 5)
+    assert len(made_current) == 1
+
+
 def test_the_struct_is_as_long_as_the_driver_copies() -> None:
     # Four maps, two pointers, two strides, ten integers, rounded up to its alignment of 64.
     source = emit_matmul(spec_of(Product(X, W1, dense(T, B, 2 * H)), 132)).source
     assert source.count("MAX_ROW_OPERANDS = 2") == 1
-    assert len(runtime._Arguments().buffer) == 640
+    call = runtime._Call(ctypes.c_void_p(99), bytes(56), bytes(runtime._REST.size))
+    end = call.address + 640
+    assert call.address % 64 == 0
+    assert end <= ctypes.addressof(call._room) + len(call._room)

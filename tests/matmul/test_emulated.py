@@ -14,14 +14,15 @@ from megafuse.codegen.matmul import TILES
 LARGE, MIDDLE, FLAT, SMALL = TILES
 CASES: list[tuple[Any, int, tuple[int, int, int, int], dict[str, Any]]] = [
     # tile, blocks, (batch, m, n, k), how
-    (SMALL, 2, (2, 65, 136, 72), {"majors": "mk", "epilogue": "both"}),
+    (SMALL, 2, (2, 72, 136, 72), {"majors": "mk", "epilogue": "both", "pitch": 8}),
     (SMALL, 1, (3, 7, 72, 8), {"majors": "kk", "epilogue": "bias", "batch_inside": True}),
-    (FLAT, 1, (2, 70, 264, 136), {"majors": "mn", "epilogue": "residual", "batch_inside": True}),
+    (SMALL, 1, (2, 72, 72, 77), {"majors": "mn", "epilogue": "bias", "pitch": 8}),
+    (FLAT, 1, (2, 72, 264, 136), {"majors": "mn", "epilogue": "residual", "batch_inside": True}),
     (FLAT, 2, (2, 1, 40, 1288), {"epilogue": "both", "shared_b": True}),
-    (MIDDLE, 2, (2, 130, 200, 200), {"majors": "mk", "epilogue": "gated"}),
-    (MIDDLE, 1, (1, 200, 130, 24), {"majors": "mn", "dtype": torch.float16}),
+    (MIDDLE, 2, (2, 136, 200, 200), {"majors": "mk", "epilogue": "gated"}),
+    (MIDDLE, 1, (1, 200, 136, 24), {"majors": "mn", "dtype": torch.float16, "pitch": 24}),
     (LARGE, 2, (3, 136, 264, 960), {"majors": "kn", "epilogue": "both", "batch_inside": True}),
-    (LARGE, 1, (2, 40, 520, 200), {"majors": "kk", "epilogue": "residual"}),
+    (LARGE, 1, (2, 41, 520, 200), {"majors": "kk", "epilogue": "residual", "pitch": 8}),
     (LARGE, 1, (1, 264, 264, 72), {"epilogue": "bias", "row_dtype": torch.float32}),
 ]
 

@@ -24,6 +24,11 @@
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
+#define MF_DYNAMIC_SHARED(NAME) unsigned char* NAME = emulated::dynamic_shared
+namespace emulated { alignas(16) inline unsigned char dynamic_shared[1 << 18]; }
+inline size_t __cvta_generic_to_shared(const void* p) {
+  return size_t((const unsigned char*)p - emulated::dynamic_shared);
+}
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float __uint_as_float(unsigned u) { float x; std::memcpy(&x, &u, 4); return x; }
@@ -167,6 +172,19 @@ inline float low_f16(unsigned w) {
   return float(h);
 }
 inline float high_f16(unsigned w) { return low_f16(w >> 16); }
+// An asynchronous copy may land at once: nothing may rely on it landing late.
+template <int BYTES>
+void copy_async(unsigned shared, const void* global) {
+  if ((unsigned long long)global % BYTES || shared % BYTES) emulated::fail("a misaligned copy");
+  std::memcpy(emulated::dynamic_shared + shared, global, BYTES);
+}
+inline void copy_commit() {}
+template <int PENDING>
+void copy_wait() {}
+template <int BYTES>
+void read_shared(unsigned* w, unsigned shared) {
+  std::memcpy(w, emulated::dynamic_shared + shared, BYTES);
+}
 template <int THREADS>
 void named_barrier(int id) {
   if (id < 1 || id > 15) emulated::fail("there are 16 barriers, and number 0 is the block's");

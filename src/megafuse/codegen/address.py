@@ -1,4 +1,4 @@
-"""Affine offsets as C++: the row's part once a row, the column's part as a function of the column."""
+"""Affine offsets as C++: the row's part once a row, the column's as a function of the column."""
 
 from __future__ import annotations
 
@@ -42,14 +42,21 @@ def sum_cpp(terms: Sequence[tuple[str, Dim]], const: Dim = 0) -> str:
     return " + ".join(parts)
 
 
-def decompose(index: str, axes: Sequence[Axis]) -> list[str]:
-    """C++ for each axis' value, given a linear index over them (the last one fastest)."""
+def decompose(index: str, axes: Sequence[Axis], narrow: bool = False) -> list[str]:
+    """C++ for each axis' value, given a linear index over them (the last one fastest). narrow:
+    `index` is an int, and so are all extents: 64-bit division would cost a hundred instructions."""
+
+    def spell(extent: Dim) -> str:
+        text = dim_cpp(extent)
+        return f"int({text})" if narrow and not isinstance(extent, int) else text
+
     values: list[str] = []
     inner: Dim = 1
     for position, axis in reversed(list(enumerate(axes))):
-        text = index if inner == 1 else f"{index} / {dim_cpp(inner)}"
+        text = index if inner == 1 else f"{index} / {spell(inner)}"
         if position > 0:
-            text = f"({text}) % {dim_cpp(axis.extent)}" if inner != 1 else f"{text} % {dim_cpp(axis.extent)}"
+            text = f"({text})" if inner != 1 else text
+            text = f"{text} % {spell(axis.extent)}"
         values.insert(0, text)
         inner = as_dim(inner * axis.extent)
     return values

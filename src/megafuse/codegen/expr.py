@@ -31,12 +31,16 @@ def scalar_cpp(value: object) -> str:
     return f"mf::real({number!r})"
 
 
-def pointwise_cpp(node: Node, args: list[str], rounding: bool) -> str:
-    """`node` applied to `args`. rounding: round to the node's dtype as eager does."""
-    if node.op == "pow":
-        text = _power(node, args)
-    else:
-        text = pointwise.TABLE[node.op].cpp.format(*args)
+def pointwise_cpp(node: Node, args: list[str], rounding: bool, fast: bool = False) -> str:
+    """`node` applied to `args`. rounding: round to the node's dtype as eager does. fast: a division
+    by a constant may be a product with its reciprocal."""
+    divisor = node.args[1] if node.op == "div" else None
+    if fast and isinstance(divisor, (int, float)) and divisor:
+        args = [args[0], scalar_cpp(1.0 / divisor)]
+        text = f"({args[0]} * {args[1]})"
+        return rounded(text, node.dtype) if rounding else text
+    spelling = pointwise.TABLE[node.op].cpp
+    text = _power(node, args) if node.op == "pow" else spelling.format(*args)
     if node.dtype == torch.bool and node.op == "cast":
         return f"({text} != mf::real(0))"
     return rounded(text, node.dtype) if rounding else text

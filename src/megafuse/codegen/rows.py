@@ -36,7 +36,8 @@ class Arg:
 @dataclass
 class RowKernel:
     """Generated source of one region. kept: row axes that column sums keep apart, outermost of the
-    parts; partial_columns: row length of each column sum; finish: name of the second step."""
+    parts; partial_columns: row length of each column sum; finish: name of the second step; shared:
+    bytes of dynamic shared memory of a block."""
 
     name: str
     source: str
@@ -46,6 +47,7 @@ class RowKernel:
     partial_columns: list[int]
     finish: str | None
     fast: bool
+    shared: int = 0
 
     @property
     def names(self) -> list[str]:
@@ -72,6 +74,7 @@ class _Emitter:
     buffers: set[Node]
     schedule: Schedule
     rounding: bool
+    fast: bool = False
     args: dict[tuple[str, object], Arg] = field(default_factory=dict)
     members: list[str] = field(default_factory=list)
     axis_names: dict[Axis, str] = field(default_factory=dict)
@@ -105,7 +108,7 @@ def emit_rows(
     region: RowRegion, buffers: set[Node], schedule: Schedule, rounding: bool, name: str
 ) -> RowKernel:
     """Source of `region`. rounding: reproduce every cast of eager's operator boundaries."""
-    e = _Emitter(region, buffers, schedule, rounding)
+    e = _Emitter(region, buffers, schedule, rounding, is_fast(region))
     kept = kept_axes(region)
     group = region.kind == "group"
     body: list[str] = []
@@ -168,12 +171,19 @@ def emit_rows(
             "  MF_FN static void run(const mf::Finisher& f, const Args& a) {",
             *_indent(finish, 4), "  }", "};", f"MF_FINISH({name}_finish)",
         ]  # fmt: skip
-    stored = [r.target.dtype for r in region.roots
-              if r.kind != "row" and (r.kind == "column" or r.axes & _all_cols(region))]  # fmt: skip
     return RowKernel(
         name, "\n".join(lines) + "\n", list(e.args.values()), schedule, kept, e.partials,
-        f"{name}_finish" if finish else None, all(d.itemsize <= 2 for d in stored) and bool(stored),
+        f"{name}_finish" if finish else None, e.fast,
+        max(s.shared for s in stages),
     )  # fmt: skip
+
+
+def is_fast(region: RowRegion) -> bool:
+    """Whether every tensor stored is 16 bits wide: approximate instructions are exact enough."""
+    cols = _all_cols(region)
+    stored = [r.target.dtype for r in region.roots
+              if r.kind == "column" or (r.kind == "store" and r.axes & cols)]  # fmt: skip
+    return all(d.itemsize <= 2 for d in stored) and bool(stored)
 
 
 def _all_cols(region: RowRegion) -> set[Axis]:
@@ -251,6 +261,8 @@ class _StageEmitter:
         self.prologue: list[str] = []  # before all rows: streams, held parameters, sums
         self.epilogue: list[str] = []
         self.fetches: list[str] = []
+        self.ring_fetches: list[str] = []
+        self.shared = 0  # bytes of this stage's rings; stages follow each other and share them
         self.advances: list[str] = []
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
         self.scalars: dict[tuple[Node, Coords], str] = {}
@@ -313,8 +325,7 @@ class _StageEmitter:
             memo: dict[tuple[Node, Coords], str] = {}
             sums: list[tuple[Root, str]] = []
             for root in mine:
-                self._root(root, before, loop, memo, sums, lines_after := [])
-                before += lines_after
+                self._root(root, before, loop, memo, sums)
             for root, accumulator in sums:
                 word = {"sum": "Sum", "amax": "Max", "amin": "Min"}[root.node.op]
                 before.append(f"mf::{word}<C{self.k}> {accumulator};")
@@ -343,8 +354,8 @@ class _StageEmitter:
         return lines
 
     def _root(self, root: Root, before: list[str], loop: list[str],
-              memo: dict[tuple[Node, Coords], str], sums: list[tuple[Root, str]],
-              after: list[str]) -> None:  # fmt: skip
+              memo: dict[tuple[Node, Coords], str], sums: list[tuple[Root, str]]
+              ) -> None:  # fmt: skip
         if root.kind == "store":
             wide = bool(root.axes & self.col_set)
             value = self.value(root.node, root.at, before, loop, memo, root.target is root.node)
@@ -402,7 +413,7 @@ class _StageEmitter:
             if isinstance(a, Node) else scalar_cpp(a)
             for a in node.args
         ]  # fmt: skip
-        text = pointwise_cpp(node, args, self.e.rounding)
+        text = pointwise_cpp(node, args, self.e.rounding, self.e.fast)
         if text == args[0]:
             return text  # a cast that changes nothing in registers
         wide = self.wide(node, coords) and any(self._is_wide(a, node, coords) for a in node.inputs)
@@ -455,17 +466,41 @@ class _StageEmitter:
             word = "stream" if where.kind == "run" else "splat"
             column = _column(where)
             if self._moves(offset(coords, node.shape)) or fresh:
+                place = _place(pointer, where)
+                if where.kind == "run" and self._ring(name, node, where, kind, column, place):
+                    self.leaves[key] = (name, True)
+                    return self.leaves[key]
                 flag = ", true" if fresh else ""
                 self.prologue.append(f"auto {name} = mf::{long}{word}<C{k}, {kind}, {where.run}"
                                      f"{flag}>({column});")  # fmt: skip
-                self._fetch(name, _place(pointer, where), "team, ")
+                self._fetch(name, place, "team, ")
             else:
+                if not e.schedule.hold:
+                    long = "long_"
                 hold = "hold" if where.kind == "run" else "hold_splat"
+                if long and where.kind == "splat":
+                    long = ""
                 self.prologue.append(f"const auto {name} = mf::{long}{hold}<C{k}, {kind}, "
                                      f"{where.run}>(team, {_place(pointer, where)}, {column});")  # fmt: skip
             result = (name, True)
         self.leaves[key] = result
         return result
+
+    def _ring(self, name: str, node: Node, where: Access, kind: str, column: str, place: str
+              ) -> bool:  # fmt: skip
+        """Stream through shared memory where the schedule says so and the copies are wide enough."""
+        schedule, layout = self.e.schedule, self.layout
+        if schedule.depth < 2 or layout.long or where.run * node.dtype.itemsize < 4:
+            return False
+        self.prologue.append(
+            f"auto {name} = mf::ring<C{self.k}, {kind}, {where.run}, {schedule.depth}, "
+            f"{self.shared}, {schedule.threads}>({column});"
+        )
+        row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
+        self.shared += schedule.depth * row
+        self.ring_fetches.append(f"{name}.fetch(team, {place});")
+        self.advances.append(f"{name}.advance();")
+        return True
 
     def _moves(self, where: Affine) -> bool:
         """Whether the tensor is read elsewhere from row to row of one part."""
@@ -507,19 +542,27 @@ class _StageEmitter:
         e = self.e
         names = [e.axis(a) for a in rows]
         row = f"Row{self.k}"
-        fields = f"i64 {', '.join(names)};" if names else "char none;"
-        values = ", ".join(decompose("r", rows)) if names else "0"
+        fields = f"int {', '.join(names)};" if names else "char none;"
+        values = ", ".join(decompose("r", rows, narrow=True)) if names else "0"
         unpack = [f"const i64 {n} = q.{n};" for n in names]
-        used = "\n".join(lines + self.fetches)
+        used = "\n".join(lines)
         unpack_body = [f"const i64 {n} = row.{n};" for n in names if f"{n}" in used]
         keeps = [f"mf::Keep<C{self.k}> {name};" for name in self.keeps.values()]
+        ring = bool(self.ring_fetches)
+        k = self.k
+        lambdas = [f"const auto fetch{k} = [&](const {row}& q) {{", *_indent(unpack),
+                   *_indent(self.fetches), "};"]  # fmt: skip
+        if ring:
+            lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q) {{", *_indent(unpack),
+                        *_indent(self.ring_fetches), "};"]  # fmt: skip
+        word = f"rows_ring<{e.schedule.depth}>" if ring else "rows" if e.schedule.ahead else "rows_now"
+        also = f", fetch_ring{k}" if ring else ""
         return [
             f"struct {row} {{ {fields} }};",
-            f"const auto row_of{self.k} = [&](i64 r) {{ return {row}{{{values}}}; }};",
-            f"const auto fetch{self.k} = [&](const {row}& q) {{", *_indent(unpack),
-            *_indent(self.fetches), "};",
-            f"const auto advance{self.k} = [&] {{ {' '.join(self.advances)} }};",
-            f"mf::rows({begin}, {end}, {step}, row_of{self.k}, fetch{self.k}, advance{self.k}, "
+            f"const auto row_of{k} = [&](int r) {{ return {row}{{{values}}}; }};",
+            *lambdas,
+            f"const auto advance{k} = [&] {{ {' '.join(self.advances)} }};",
+            f"mf::{word}({begin}, {end}, {step}, row_of{k}, fetch{k}{also}, advance{k}, "
             f"[&](const {row}& row) {{",
             *_indent(unpack_body), *_indent(keeps), *_indent(lines),
             "});",

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
+from megafuse.index import offset
 from megafuse.ir import evaluate, product
 
 WIDEST = 8  # lanes of a vector on the device: 16 bytes of a 16-bit type
@@ -32,12 +35,17 @@ class StageSchedule:
 @dataclass(frozen=True)
 class Schedule:
     """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
-    blocks a multiprocessor must be able to hold, which caps a thread's registers."""
+    blocks a multiprocessor must be able to hold, which caps a thread's registers; depth: rows of
+    the streamed tensors on their way in shared memory (0: registers); ahead: the next row's loads
+    are issued before this row's arithmetic; hold: parameters stay in registers from row to row."""
 
     team: int
     teams: int
     stages: tuple[StageSchedule, ...]
     blocks: int = 1
+    depth: int = 0
+    ahead: bool = True
+    hold: bool = True
 
     @property
     def threads(self) -> int:
@@ -58,62 +66,100 @@ def host_schedule(region: RowRegion) -> Schedule:
     return Schedule(1, 1, tuple(stages))
 
 
-def _registers(stage: Stage) -> float:
-    """Registers a thread needs for each element it owns, roughly."""
-    cols = set(stage.settled_cols())
-    need = 3.0  # values in flight
-    for node, varies in {
-        (read.node, any(c.axes - cols for c in read.coords))
-        for root in stage.roots for read in root.reads
-        if any(c.axes & cols for c in read.coords)
-    }:  # fmt: skip
-        words = node.dtype.itemsize / 4
-        need += words * (2 if varies else 1)
-    need += sum(r.kind == "column" for r in stage.roots)
-    return need
+ELEMENTS = (40, 24, 8, 4, 2, 1)
+"""Elements of a row a thread may own, most first: fewer threads meet at fewer barriers."""
+
+MANY_ROWS = 8_192
+"""From here on there are rows enough for every multiprocessor whatever the layout."""
+
+THREADS = 256  # of a block, where a row needs fewer
+FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
+REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
+SHARED = 200_000  # bytes of rings a block may have
 
 
-def cuda_schedules(region: RowRegion) -> Iterator[Schedule]:
+def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     """Layouts in order of preference. The builder takes the first that the assembler fits into
-    registers without spilling.
+    registers without spilling. rows: how many there are, roughly.
 
-    Rows stream from memory, so what counts is loads in flight: first as many warps as registers
-    allow for the preferred team, then fewer, then threads that hold less.
+    The order is what `benchmarks/rows.py --sweep` found on an H200: what costs time is the
+    instructions and barriers of a row, not the number of loads under way. So few threads share a
+    row, each with many elements; parameters are read again from the cache, and where column sums
+    or groups fill the registers the streams go through shared memory.
     """
-    for budget in (110, 70, 40, 20):
-        team = _team(region, budget)
-        stages = tuple(_layout(stage, team, budget) for stage in region.stages)
-        teams = _teams(region, team)
-        for warps in (32, 24, 20, 16, 12, 8):
-            for count in range(teams, 0, -1):
-                threads = -(-team * count // 32) * 32
-                blocks = warps * 32 // threads
-                if blocks >= 1 and blocks * threads > (warps - 4) * 32:
-                    yield Schedule(team, count, stages, blocks)
-                if team < 32:
-                    break
-        yield Schedule(team, 1 if team >= 32 else teams, stages, 1)
+    narrow = [e for e in ELEMENTS if e <= 8]
+    crowded = region.kind == "group" or any(r.kind == "column" for r in region.roots)
+    # (depth, ahead, hold)
+    ways = [(2, True, False), (2, True, True), (0, True, False), (0, False, False), (0, True, True)]
+    if not crowded:
+        ways = [ways[2], ways[0], *ways[3:]]
+    for elements in ELEMENTS if rows >= MANY_ROWS else narrow:
+        team = _team(region, elements)
+        stages = tuple(_layout(stage, team) for stage in region.stages)
+        teams = max(1, (THREADS if rows >= MANY_ROWS else 64) // team)
+        if region.kind == "group":
+            teams = min(teams, 4)
+        for depth, ahead, hold in ways:
+            schedule = Schedule(team, teams, stages, 1, depth, ahead, hold)
+            fits = all(
+                _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
+                and _ring_bytes(s, schedule) <= SHARED
+                for s, x in zip(region.stages, stages, strict=True)
+            )
+            if fits or elements == ELEMENTS[-1]:
+                yield schedule
 
 
 def _lanes(stage: Stage) -> int:
     """The widest vector that divides the row and is 16 bytes of the stage's widest tensor."""
     n = columns_of(stage)
+    cols = stage.settled_cols()
     widest = max(
         (read.node.dtype.itemsize for root in stage.roots for read in root.reads
-         if any(c.axes & set(stage.settled_cols()) for c in read.coords)), default=4,
+         if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1), default=4,
     )  # fmt: skip
     return next(v for v in (WIDEST, 4, 2, 1) if n % v == 0 and v * widest <= 16)
 
 
-def _layout(stage: Stage, team: int, budget: int) -> StageSchedule:
+def _streams(stage: Stage) -> list[tuple[torch.dtype, bool]]:
+    """(dtype, whether it changes from row to row) of every tensor read along the row."""
+    cols = set(stage.settled_cols())
+    seen = {
+        (read.node, read.coords): any(c.axes - cols for c in read.coords)
+        for root in stage.roots for read in root.reads
+        if any(c.axes & cols for c in read.coords)
+    }  # fmt: skip
+    return [(node.dtype, varies) for (node, _), varies in seen.items()]
+
+
+def _registers(stage: Stage, schedule: Schedule) -> float:
+    """Registers a thread needs for each element it owns, roughly."""
+    need = 3.0  # values in flight
+    for dtype, varies in _streams(stage):
+        words = dtype.itemsize / 4
+        if not varies:
+            need += words if schedule.hold else 0
+        elif schedule.depth == 0:
+            need += words * (2 if schedule.ahead else 1)
+    return need + sum(r.kind == "column" for r in stage.roots)
+
+
+def _ring_bytes(stage: Stage, schedule: Schedule) -> int:
+    moving = sum(dtype.itemsize for dtype, varies in _streams(stage) if varies)
+    return schedule.depth * schedule.teams * columns_of(stage) * moving
+
+
+def _layout(stage: Stage, team: int) -> StageSchedule:
     n, lanes = columns_of(stage), _lanes(stage)
     steps = -(-(n // lanes) // team)
-    limit = max(lanes, int(budget / _registers(stage)))
-    return StageSchedule(n, lanes, steps, steps * lanes > 2 * limit and team == 1024)
+    return StageSchedule(n, lanes, steps, steps * lanes > MOST_ELEMENTS)
 
 
-def _team(region: RowRegion, budget: int) -> int:
-    """Threads a row: as few as hold it within `budget` registers, and none of them idle."""
+MOST_ELEMENTS = 64  # a thread with more walks its row in a loop and reads it again in each phase
+
+
+def _team(region: RowRegion, elements: int) -> int:
+    """Threads a row: as few as hold it with at most `elements` each, and few of them idle."""
     best: tuple[float, int] | None = None
     for team in [1, 2, 4, 8, 16, *range(32, 1025, 32)]:
         waste, fits = 0.0, True
@@ -121,26 +167,15 @@ def _team(region: RowRegion, budget: int) -> int:
             lanes = _lanes(stage)
             vectors = columns_of(stage) // lanes
             steps = -(-vectors // team)
-            fits &= steps * lanes <= max(lanes, int(budget / _registers(stage)))
+            fits &= steps * lanes <= max(lanes, elements)
             waste = max(waste, team * steps / vectors)
-        if not fits and team < 1024:
+        if not fits and team < 512:
             continue
-        # Idle threads cost their share of the loads; a barrier costs more than a shuffle.
-        price = waste + (0.0 if team <= 32 else 0.02) + 0.0005 * team
+        price = waste + 0.003 * team + (0.0 if fits else 10.0)
         if best is None or price < best[0]:
             best = (price, team)
     assert best is not None
     return best[1]
-
-
-def _teams(region: RowRegion, team: int) -> int:
-    if team < 32:
-        return 128 // team
-    if region.kind == "group":
-        return max(1, min(15, 512 // team))
-    # A block of column sums is one team: each team's sums are one more row of partials.
-    columns = any(r.kind == "column" for r in region.roots)
-    return 1 if columns or team > 64 else 128 // team
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,14 @@ def unify(x: Stage, y: Stage, pairs: Sequence[Pair]) -> dict[Axis, Axis]:
             return _unify(x, y, pairs)
         except NeedSplit as need:
             stage = x if need.axis in x.axes else y
-            outer, inner, replacement = split_axis(need.axis, need.inner)
+            _, _, replacement = split_axis(need.axis, need.inner)
             renaming = {need.axis: replacement}
             stage.rename(renaming)
-            index = 0 if stage is x else 1
-            pairs = [
-                tuple(
-                    tuple(c.substitute(renaming) for c in coords) if i == index else coords
-                    for i, coords in enumerate(pair)
-                )
-                for pair in pairs
-            ]  # type: ignore[misc]
+
+            def renamed(coords: Coords, by: dict[Axis, Affine] = renaming) -> Coords:
+                return tuple(c.substitute(by) for c in coords)
+
+            pairs = [(renamed(a), b) if stage is x else (a, renamed(b)) for a, b in pairs]
 
 
 def _unify(x: Stage, y: Stage, pairs: Sequence[Pair]) -> dict[Axis, Axis]:

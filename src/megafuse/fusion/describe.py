@@ -68,6 +68,9 @@ def flops(region: Region, sizes: Mapping[str, int]) -> int:
     if isinstance(region, MatmulRegion):
         return evaluate(region.flops, sizes)
     if isinstance(region, ExternRegion):
+        if region.node.attrs["target"] in ("aten.addmm.default", "aten.baddbmm.default"):
+            inner = region.node.inputs[1].shape[-1]
+            return 2 * evaluate(region.node.type.numel, sizes) * evaluate(inner, sizes)
         return 0
     total = 0
     for node in computed(region):
@@ -98,7 +101,7 @@ def _reason(
     row = node.shape[-1]
     if isinstance(b, MatmulRegion):
         if isinstance(a, MatmulRegion):
-            return "a product reads its operand many times, so the operand is complete in memory first"
+            return "a product reads its operand many times, so it is complete in memory first"
         return (f"the product reads each element of {node.type} once for every output tile beside "
                 "it, so it is written once and read from memory")  # fmt: skip
     if isinstance(a, ExternRegion) or isinstance(b, ExternRegion):
@@ -153,14 +156,14 @@ def _summary(
         if any(r.kind == "column" for r in region.roots):
             kernels += (f"mf_{region.name}_finish",)
             launches = 2
-    is_matmul = isinstance(region, MatmulRegion)
-    dtype = region.node.dtype if is_matmul else None
+    dtype = None if isinstance(region, RowRegion) else region.node.dtype
     seconds = cost.seconds(read + written, work, launches, spec, dtype)
     ops = dict.fromkeys(_label(n) for n in computed(region))
-    sentence = "; ".join(f"→ {w.consumer}: {w.reason}" for w in why) or "its results leave the graph"
+    sentence = "; ".join(f"→ {w.consumer}: {w.reason}" for w in why)
     return RegionSummary(
         region.name, plan.direction, region.kind, tuple(ops), read, written, work,
-        seconds * 1e3, launches, kernels, sentence,
+        seconds * 1e3, launches, kernels,
+        sentence or "its results leave the graph",
     )  # fmt: skip
 
 
@@ -190,7 +193,7 @@ def explain(fused: Any, *inputs: Any, **kwargs: Any) -> str:
     else:
         plans = [p for same in fused._plans.values() for p in same]
         if not plans:
-            raise InputError("no plan yet: call the fused module, or pass example inputs to explain")
+            raise InputError("no plan yet: call the module, or pass example inputs to explain")
         compiled = plans[-1]
         sizes = compiled.plan.hints
     spec = spec_for(compiled.device) if compiled.device.type == "cuda" else H200

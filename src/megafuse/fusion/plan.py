@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megafuse.index import Affine, Axis, Coords, substitute
-from megafuse.ir import Dim, Graph, Node, as_dim, product
+from megafuse.ir import Dim, Graph, Node, as_dim, evaluate, product
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,8 @@ Region = RowRegion | MatmulRegion | ExternRegion
 
 @dataclass
 class GraphPlan:
-    """One direction. regions: in execution order. buffers: every node that lives in memory."""
+    """One direction. regions: in execution order. buffers: every node that lives in memory. sizes:
+    the run-time sizes of the call it was made for."""
 
     graph: Graph
     direction: Literal["forward", "backward"]
@@ -207,6 +208,11 @@ class GraphPlan:
     buffers: set[Node]
     results: list[Operand | None]
     refused: list[WhyNotFused]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def rows_of(self, region: RowRegion) -> int:
+        """Rows of the region's first stage at the sizes the plan was made for."""
+        return evaluate(product(a.extent for a in region.stages[0].rows()), self.sizes)
 
     def last_use(self) -> dict[Node, int]:
         """Buffer → index of the last region that reads or writes it (outputs: never freed)."""

@@ -91,7 +91,8 @@ class Planner:
         for i, region in enumerate(regions, 1):
             region.name = f"{letter}{i}"
         return GraphPlan(
-            self.graph, self.direction, regions, buffers, results, list(state.refused.values())
+            self.graph, self.direction, regions, buffers, results, list(state.refused.values()),
+            self.sizes,
         )
 
     # -- buffers

@@ -69,7 +69,7 @@ def reads_of(node: Node, coords: Coords, buffers: set[Node], expand: bool) -> li
         if (node, coords) in seen:
             return
         seen.add((node, coords))
-        if node in buffers and not expand or is_reduction(node):
+        if (node in buffers and not expand) or is_reduction(node):
             found[node, coords] = None
         elif is_pointwise(node):
             for operand in node.inputs:

@@ -29,13 +29,13 @@ def reduced_shape_keeps_dims(node: Node) -> tuple[int, ...]:
 
 
 def spell(node: Node, names: list[str]) -> str:
-    """`node` as a runnable PyTorch expression; names are those of its arguments."""
+    """`node` as a runnable PyTorch expression; names are those of its arguments, and `device` is
+    where the graph runs."""
     shape = "[" + ", ".join(map(str, node.shape)) + "]"
     match node.op:
         case "full":
-            device = names[0] if node.inputs else None
-            where = f", device={device}.device" if device else ""
-            return f"torch.full({shape}, {node.attrs['value']!r}, dtype={node.dtype}{where})"
+            value = repr(node.attrs["value"])
+            return f"torch.full({shape}, {value}, dtype={node.dtype}, device=device)"
         case "reshape":
             return f"{names[0]}.reshape({shape})"
         case "permute":
@@ -44,7 +44,8 @@ def spell(node: Node, names: list[str]) -> str:
             return f"{names[0]}.expand({shape})"
         case "slice":
             a = node.attrs
-            return f"torch.ops.aten.slice({names[0]}, {a['dim']}, {a['start']}, {a['stop']}, {a['step']})"
+            where = f"{a['dim']}, {a['start']}, {a['stop']}, {a['step']}"
+            return f"torch.ops.aten.slice({names[0]}, {where})"
         case "cat":
             return f"torch.cat([{', '.join(names)}], {node.attrs['dim']})"
         case "sum":
@@ -55,7 +56,7 @@ def spell(node: Node, names: list[str]) -> str:
         case "matmul":
             return f"torch.bmm({names[0]}, {names[1]})"
         case "item":
-            return f"{names[0]}[{node.attrs['index']}]"
+            return f"{names[0]}[{node.attrs['index']}].contiguous()"
         case "extern":
             return _spell_extern(node, names)
         case _:
@@ -74,10 +75,14 @@ def _spell_extern(node: Node, names: list[str]) -> str:
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return str(value)
         if isinstance(value, torch.device):
-            return f"torch.device({str(value)!r})"
+            return "device"
         return repr(value) if not hasattr(value, "free_symbols") else str(value)
 
     target = node.attrs["target"]
+    if target == "constant":
+        value = node.attrs["value"]
+        return f"torch.tensor({value.tolist()!r}, dtype={node.dtype}, device=device)"
     args = [show(a) for a in node.attrs["call_args"]]
     args += [f"{k}={show(v)}" for k, v in node.attrs["call_kwargs"].items()]
-    return f"torch.ops.{target}({', '.join(args)})"
+    whole = "" if node.attrs["multiple"] else ".contiguous()"
+    return f"torch.ops.{target}({', '.join(args)}){whole}"

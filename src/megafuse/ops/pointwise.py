@@ -1,6 +1,6 @@
 """Pointwise operators: one entry each with its aten names, meaning, C++ spelling and cost.
 
-To add one, add an entry; `tests/ops/test_completeness.py` fails when a field or a sample is missing.
+To add one, add an entry; `tests/ops/test_completeness.py` fails when a field or sample is missing.
 """
 
 from __future__ import annotations

@@ -157,4 +157,5 @@ def _extract(
     for node in joint.nodes:
         if node in needed and node not in builder.map:
             builder.map[node] = builder.keep(node, builder.mapped(node.args))
-    return Graph(new_inputs, builder.nodes, [None if n is None else builder.map[n] for n in outputs])
+    results = [None if n is None else builder.map[n] for n in outputs]
+    return Graph(new_inputs, builder.nodes, results)

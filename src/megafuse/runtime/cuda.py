@@ -12,7 +12,7 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,7 +78,10 @@ def compile_cubin(
 class CudaModule:
     """Loaded kernels of one device."""
 
-    def __init__(self, cubin: Cubin, names: Sequence[str], device: int) -> None:
+    def __init__(
+        self, cubin: Cubin, names: Sequence[str], device: int, shared: Mapping[str, int] = {}
+    ) -> None:
+        """shared: bytes of dynamic shared memory of the kernels that take any."""
         driver = _driver()
         self.cubin = cubin
         self.device = device
@@ -86,9 +89,16 @@ class CudaModule:
         with _Current(self._context):
             self._module = _call(driver.cuModuleLoadData, cubin.image)
             self._kernels = {
-                name: _Kernel(int(_call(driver.cuModuleGetFunction, self._module, name.encode())))
+                name: _Kernel(
+                    int(_call(driver.cuModuleGetFunction, self._module, name.encode())),
+                    shared.get(name, 0),
+                )
                 for name in names
             }
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            for name, size in shared.items():
+                function = _call(driver.cuModuleGetFunction, self._module, name.encode())
+                _call(driver.cuFuncSetAttribute, function, attribute, size)
 
     def launch(
         self,
@@ -172,8 +182,9 @@ class _Slot(threading.local):
 class _Kernel:
     """A function handle with everything a launch needs but the arguments."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle: int, shared: int = 0) -> None:
         self._handle = ctypes.c_void_p(handle)
+        self._shared = shared
         self._launch = _launch_function()
         self._slot = _Slot()
 
@@ -189,7 +200,7 @@ class _Kernel:
             slot.resize(len(args))
         slot.pack(slot.buffer, 0, *args)
         x, y, z = (block, 1, 1) if isinstance(block, int) else block
-        status: int = self._launch(self._handle, *grid, x, y, z, 0, stream, slot.params, None)
+        status: int = self._launch(self._handle, *grid, x, y, z, self._shared, stream, slot.params, None)
         return status
 
 

@@ -15,13 +15,23 @@ import torch
 
 from megafuse import dump
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import cuda_schedules, host_schedule, launch
+from megafuse.codegen.schedule import (
+    FEWEST_WARPS,
+    MANY_ROWS,
+    cuda_schedules,
+    host_schedule,
+    launch,
+)
 from megafuse.config import Options
-from megafuse.device import DeviceSpec, spec_for
+from megafuse.device import H200, DeviceSpec, spec_for
 from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, RowRegion
 from megafuse.ir import Node, Ref, evaluate
 from megafuse.runtime.cuda import Cubin, CudaModule, compile_cubin
 from megafuse.runtime.host import HostModule, build_host
+from megafuse.runtime.matmul import Matmul, accepts, product_of
+
+SHARED_BYTES = 233_472
+"""Shared memory of a Hopper multiprocessor that blocks can have, with 1 KB a block for the system."""
 
 HOST_PARTS = 16
 """Parts a CPU walks its rows in: column sums stay accurate over many rows."""
@@ -48,19 +58,32 @@ def emit_host(plan: GraphPlan, region: RowRegion, rounding: bool) -> RowKernel:
 def emit_cuda(
     plan: GraphPlan, region: RowRegion, rounding: bool, arch: str, debug: bool = False
 ) -> tuple[RowKernel, Cubin]:
-    """The preferred layout whose kernels the assembler fits without spilling (else the one that
-    spills least), compiled for `arch`. Needs no GPU."""
+    """The preferred layout whose kernels the assembler fits without spilling and that keeps a
+    multiprocessor busy (else the one that spills least), compiled for `arch`. Needs no GPU."""
     best: tuple[int, RowKernel, Cubin] | None = None
-    for schedule in cuda_schedules(region):
+    rows = plan.rows_of(region)
+    for schedule in cuda_schedules(region, rows):
         kernel = emit_rows(region, plan.buffers, schedule, rounding, f"mf_{region.name}")
         cubin = compile_cubin(kernel.source, kernel.names, arch, fast=kernel.fast, debug=debug)
         spills = sum(r.spill_stores + r.spill_loads for r in cubin.resources.values())
+        warps = blocks_per_sm(kernel, cubin, H200) * -(-schedule.threads // 32)
+        if warps < FEWEST_WARPS and rows >= MANY_ROWS:
+            spills += 1 << 20  # so that any layout with more warps is better
         if best is None or spills < best[0]:
             best = (spills, kernel, cubin)
         if spills == 0:
             break
     assert best is not None
     return best[1], best[2]
+
+
+def blocks_per_sm(kernel: RowKernel, cubin: Cubin, spec: DeviceSpec) -> int:
+    """How many blocks of `kernel` a multiprocessor holds at once."""
+    used = cubin.resources[kernel.name]
+    warps = -(-kernel.schedule.threads // 32)
+    registers = -(-used.registers // 8) * 8 * 32 * warps
+    by_shared = SHARED_BYTES // (kernel.shared + used.shared_bytes + 1024)
+    return max(1, min(spec.registers // registers, by_shared, spec.threads // (warps * 32), 32))
 
 
 class Executor:
@@ -93,8 +116,8 @@ class Executor:
             else:
                 index = self.device.index
                 kernel, cubin = emit_cuda(self.plan, region, rounding, self.spec.arch, options.debug)
-                cuda = CudaModule(cubin, kernel.names, index)
-                result = BuiltRegion(region, kernel, cuda, self._occupancy(kernel, cubin))
+                cuda = CudaModule(cubin, kernel.names, index, {kernel.name: kernel.shared})
+                result = BuiltRegion(region, kernel, cuda, blocks_per_sm(kernel, cubin, self.spec))
             done += 1
             progress(f"{region.name} compiled", done, len(work))
             return result
@@ -104,13 +127,6 @@ class Executor:
         suffix = "cuda.cu" if self.device.type == "cuda" else "host.cpp"
         dump.write_sources(options, self.plan, suffix, [b.kernel for b in built.values()])
         return built
-
-    def _occupancy(self, kernel: RowKernel, cubin: Cubin) -> int:
-        used = cubin.resources[kernel.name]
-        threads = kernel.schedule.threads
-        warps = -(-threads // 32)
-        registers = -(-used.registers // 8) * 8 * 32 * warps
-        return max(1, min(self.spec.registers // registers, self.spec.threads // (warps * 32), 32))
 
     # -- running
 
@@ -206,13 +222,21 @@ class Executor:
         return step
 
     def _matmul_step(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Step:
+        kernel = self._matmul_kernel(region, sizes)
         a, b = _view(region.a, sizes), _view(region.b, sizes)
         extents = [evaluate(d, sizes) for d in region.node.shape]
         node, dtype, device = region.node, region.node.dtype, self.device
         single = extents[0] == 1
+        of_a, of_b = region.a.buffer, region.b.buffer
 
         def step(values: Values) -> None:
             out = torch.empty(extents, dtype=dtype, device=device)
+            if kernel is not None:
+                places = values[of_a].data_ptr(), values[of_b].data_ptr(), out.data_ptr()
+                if kernel.aligned(*places):
+                    kernel.launch(*places, torch._C._cuda_getCurrentRawStream(device.index))
+                    values[node] = out
+                    return
             if single:
                 torch.mm(a(values)[0], b(values)[0], out=out[0])
             else:
@@ -220,6 +244,15 @@ class Executor:
             values[node] = out
 
         return step
+
+    def _matmul_kernel(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Matmul | None:
+        """Our own kernel for this product, or None where torch takes it."""
+        if self.device.type != "cuda" or region.node.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        product = product_of(region, sizes)
+        if accepts(product, self.spec.arch) is not None:
+            return None
+        return Matmul(product, self.device.index, debug=self.options.debug)
 
     def _extern_step(self, region: ExternRegion, sizes: Mapping[str, int]) -> Step:
         node, items, device = region.node, region.items, self.device

@@ -24,6 +24,7 @@ from megafuse.codegen.matmul import (
     MatmulKernel,
     MatmulSpec,
     TileConfig,
+    cycles,
     emit_matmul,
     ranked_tiles,
 )
@@ -90,22 +91,35 @@ class _Loaded:
 
 _MAP_BYTES, _MAPS = 128, 4  # of gemm.cuh's Args: a, b, c, tensor
 _REST = struct.Struct(f"={2 * MAX_ROWS}q10i")  # row pointers, row strides, ten integers
+_CONFIG, _STREAM_AT = struct.Struct("=7I4x2QI4x"), 32  # CUlaunchConfig
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
 
-class _Arguments:
-    """One thread's copy of the parameter struct, and the pointers it holds."""
+class _Call:
+    """One thread's launch, ready but for the stream and the pointers: the parameter struct, the
+    pointers it holds, and the driver's arguments as the objects that ctypes need not convert."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: ctypes.c_void_p, config: bytes, rest: bytes) -> None:
         size = -(-(_MAPS * _MAP_BYTES + _REST.size) // 64) * 64  # the struct is aligned to 64
         self._room = ctypes.create_string_buffer(size + 63)
-        start = -ctypes.addressof(self._room) % 64
-        self.buffer = memoryview(self._room)[start : start + size]
-        self.address = ctypes.addressof(self._room) + start
-        self.params = (ctypes.c_void_p * 1)(self.address)
+        self.address = ctypes.addressof(self._room) + -ctypes.addressof(self._room) % 64
+        rows_at = self.address + _MAPS * _MAP_BYTES
+        ctypes.memmove(rows_at, rest, len(rest))
+        self.rows = (ctypes.c_int64 * MAX_ROWS).from_address(rows_at)
         self.pointers: tuple[int, ...] = ()
+
+        launch_config = ctypes.create_string_buffer(config, len(config))
+        self.stream = ctypes.c_void_p.from_buffer(launch_config, _STREAM_AT)
+        params = (ctypes.c_void_p * 1)(self.address)
+        self.arguments = launch_config, function, params, ctypes.c_void_p()
+
+
+class _Calls(threading.local):
+    """Forward and backward run in different threads."""
+
+    mine: _Call | None = None
 
 
 class Matmul:
@@ -129,14 +143,35 @@ class Matmul:
         layouts = layouts_of(product)
         assert isinstance(layouts, Layouts)
         self._maps = _map_plan(layouts, spec.tile)
-        self._integers = integers(product, spec.tile, layouts)
-        self._row_strides = [row_stride(r) for r in product.rows] + [0] * MAX_ROWS
+        numbers = integers(product, spec.tile, layouts)
+        self.grid = min(numbers[4], sm_count)
+        strides = [row_stride(r) for r in product.rows] + [0] * MAX_ROWS
+        self._rest = _REST.pack(*[0] * MAX_ROWS, *strides[:MAX_ROWS], *numbers)
+        shared = self.kernel.shared_bytes
+        self._config = _CONFIG.pack(self.grid, 1, 1, THREADS, 1, 1, shared, 0, 0, 0)
         self._starts = [v.start for v in (product.a, product.b, product.c)]
         self._starts.append(product.tensor.start if product.tensor else 0)
         self._starts += [r.start for r in product.rows]
-        self.grid = min(self._integers[4], sm_count)
-        self._local = threading.local()
-        self._launch = cuda._launch_function()
+        self._calls = _Calls()
+        self._mapped = [(i, i * _MAP_BYTES) for i, e in enumerate(self._maps) if e is not None]
+        self._launch, self._readdress = _entry_points().launch, _entry_points().readdress
+
+    @staticmethod
+    def choose(product: Product, arch: str = ARCH, sm_count: int = 132) -> str:
+        """What becomes of `product`, for people to read: the tile with the predictions it won by,
+        or why torch computes it. Needs no GPU."""
+        if reason := accepts(product, arch):
+            return f"torch: {reason}"
+        size = product.batch, product.m, product.n, product.k
+        best, *others = ranked_tiles(*size, sm_count)
+        tiles = product.batch * -(-product.m // best.m) * -(-product.n // best.n)
+        time = cycles(best, *size, sm_count) or 1.0
+        behind = (f"{t} {100 * (cycles(t, *size, sm_count) / time - 1):+.0f} %" for t in others)
+        return (
+            f"Hopper kernel, {best} tile: {tiles} tiles in {-(-tiles // sm_count)} waves on "
+            f"{sm_count} multiprocessors, predicted {time / 1e3:.0f} thousand cycles "
+            f"({', '.join(behind)})"
+        )
 
     def aligned(self, *pointers: int) -> bool:
         """Whether buffers at these addresses can be read: all are multiples of 16."""
@@ -148,47 +183,49 @@ class Matmul:
         """Enqueues the product. a, b, c, rows, tensor: addresses where the buffers start."""
         if self.grid == 0:
             return
+        call = self._calls.mine
+        if call is None:
+            call = self._calls.mine = _Call(self._loaded.handle, self._config, self._rest)
         pointers = (a, b, c, tensor, *rows)
-        arguments: _Arguments | None = getattr(self._local, "arguments", None)
-        if arguments is None:
-            arguments = self._local.arguments = _Arguments()
-            with cuda._Current(self._loaded.context):
-                self._address(arguments, pointers)
-        elif pointers != arguments.pointers:
-            self._address(arguments, pointers)
-        status = self._enqueue(arguments, stream)
+        if pointers != call.pointers:
+            self._address(call, pointers)
+        call.stream.value = stream
+        if status := self._launch(*call.arguments):
+            self._launch_again(call, status)
+
+    def _launch_again(self, call: _Call, status: int) -> None:
+        """After a refusal: in a thread that has not yet touched CUDA, as autograd's workers may
+        be, with the context made current; any other reason is an error."""
         if status == cuda._INVALID_CONTEXT:
-            # A thread that has not yet touched CUDA, as autograd's workers may be.
             cuda._call(cuda._driver().cuCtxSetCurrent, self._loaded.context)
-            status = self._enqueue(arguments, stream)
-        _check(status, f"launching {self.kernel.name} on {self.grid} blocks")
+            status = self._launch(*call.arguments)
+        if status:
+            _check(status, f"launching {self.kernel.name} on {self.grid} blocks")
 
-    def _enqueue(self, arguments: _Arguments, stream: int) -> int:
-        status: int = self._launch(
-            self._loaded.handle, self.grid, 1, 1, THREADS, 1, 1, self.kernel.shared_bytes, stream,
-            arguments.params, None,
-        )  # fmt: skip
-        return status
-
-    def _address(self, arguments: _Arguments, pointers: tuple[int, ...]) -> None:
+    def _address(self, call: _Call, pointers: tuple[int, ...]) -> None:
         """Writes `pointers` into the struct: new maps the first time, then new addresses."""
         if len(pointers) != len(self._starts):
             raise ValueError(f"{len(pointers) - 4} row operands for {len(self._starts) - 4}")
-        old = arguments.pointers
-        arguments.pointers = ()  # should the driver refuse half-way, everything is encoded again
-        for i, encode in enumerate(self._maps):
-            if encode is None or (old and old[i] == pointers[i]):
-                continue
-            at, where = arguments.address + i * _MAP_BYTES, pointers[i] + self._starts[i]
-            if old:
-                _check(_entry_points().readdress(at, where), "re-addressing a tensor map")
-            else:
-                _check(encode(at, where), f"encoding tensor map {i} of {self.product}")
-        rows = [p + s for p, s in zip(pointers[4:], self._starts[4:])]
-        rows += [0] * (MAX_ROWS - len(rows))
-        _REST.pack_into(arguments.buffer, _MAPS * _MAP_BYTES, *rows,
-                        *self._row_strides[:MAX_ROWS], *self._integers)  # fmt: skip
-        arguments.pointers = pointers
+        old, starts, start_of_maps = call.pointers, self._starts, call.address
+        call.pointers = ()  # should the driver refuse half-way, everything is encoded again
+        if not old:
+            self._encode(call, pointers)
+        else:
+            for i, offset in self._mapped:
+                if old[i] != pointers[i]:
+                    status = self._readdress(start_of_maps + offset, pointers[i] + starts[i])
+                    if status:
+                        _check(status, "re-addressing a tensor map")
+        for i in range(_MAPS, len(pointers)):
+            call.rows[i - _MAPS] = pointers[i] + starts[i]
+        call.pointers = pointers
+
+    def _encode(self, call: _Call, pointers: tuple[int, ...]) -> None:
+        with cuda._Current(self._loaded.context):
+            for i, encode in enumerate(self._maps):
+                if encode is not None:
+                    at, where = call.address + i * _MAP_BYTES, pointers[i] + self._starts[i]
+                    _check(encode(at, where), f"encoding tensor map {i} of {self.product}")
 
 
 def integers(product: Product, tile: TileConfig, layouts: Layouts) -> tuple[int, ...]:
@@ -229,6 +266,7 @@ def _encoder(layout: MapLayout, rows: int) -> Encoder:
 
 @dataclass(frozen=True)
 class _EntryPoints:
+    launch: Any
     encode: Any
     readdress: Any
     allow_shared: Any
@@ -245,9 +283,9 @@ def _entry_points() -> _EntryPoints:
     readdress.argtypes = [pointer, pointer]
     allow = library.cuFuncSetAttribute
     allow.argtypes = [pointer, number, number]
-    for function in (encode, readdress, allow):
+    for function in (library.cuLaunchKernelEx, encode, readdress, allow):
         function.restype = number
-    return _EntryPoints(encode, readdress, allow)
+    return _EntryPoints(library.cuLaunchKernelEx, encode, readdress, allow)
 
 
 def _check(status: int, doing: str) -> None:

@@ -18,6 +18,7 @@ from megafuse.compiler import Plan, make_plan
 from megafuse.config import Options
 from megafuse.errors import DoubleBackwardError, InputError
 from megafuse.fusion.summary import PlanSummary
+from megafuse.ir import FUSABLE
 from megafuse.runtime.executor import Executor, Progress
 from megafuse.runtime.reference import interpret
 
@@ -77,7 +78,9 @@ class _Call(torch.autograd.Function):
     """One call of a plan. Saves the tensors backward reads and the values forward kept for it."""
 
     @staticmethod
-    def forward(ctx: Any, compiled: Compiled, sizes: tuple[int, ...], *tensors: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, compiled: Compiled, sizes: tuple[int, ...], *tensors: torch.Tensor
+    ) -> Any:
         plan = compiled.plan
         plain = [_plain(t) for t in tensors]
         results = compiled.run_forward(list(plain), sizes)
@@ -260,6 +263,8 @@ class FusedModule(nn.Module):
             return False  # eager's own error is the right one
         device = tensors[0].device.type
         if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
+            return False
+        if any(t.is_floating_point() and t.dtype not in FUSABLE for t in tensors):
             return False
         return not any(t.is_complex() or t.is_quantized for t in tensors)
 

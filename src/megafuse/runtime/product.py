@@ -101,7 +101,8 @@ _MOST_EXTENT, _MOST_STRIDE, ALIGNMENT = 1 << 31, 1 << 40, 16
 
 def map_layout(view: View, inner: int, name: str) -> MapLayout | str:
     """How the copy engine addresses `view` with dimension `inner` (1 or 2) contiguous; a sentence
-    when it cannot."""
+    when it cannot. It stores whole pieces of 16 bytes, past an extent that ends inside one, so no
+    operand may: of those that could be read exactly, dense ones fail by their stride anyway."""
     outer, size = 3 - inner, view.dtype.itemsize
     extents = view.shape[inner], view.shape[outer], view.shape[0]
     if extents[0] > 1 and view.strides[inner] != 1:
@@ -110,19 +111,17 @@ def map_layout(view: View, inner: int, name: str) -> MapLayout | str:
         return f"{name} starts {view.start} bytes into its buffer, no multiple of 16"
     if max(extents) >= _MOST_EXTENT:
         return f"{name} has an extent of {max(extents)}, more than a tensor map can hold"
-    dense = _round_up(extents[0] * size)
+    dense = extents[0] * size
+    if dense % ALIGNMENT:
+        return f"the rows of {name} are {dense} bytes long, which is no multiple of 16"
     row = view.strides[outer] * size if extents[1] > 1 else dense
     shared = extents[2] == 1 or view.strides[0] == 0
-    plane = _round_up(row * extents[1]) if shared else view.strides[0] * size
+    plane = row * extents[1] if shared else view.strides[0] * size
     for stride, what in ((row, "rows"), (plane, "batches")):
         if stride <= 0 or stride % ALIGNMENT or stride >= _MOST_STRIDE:
             return f"the {what} of {name} are {stride} bytes apart, which is no multiple of 16"
     batches = 1 if shared else extents[2]
     return MapLayout(view.dtype, (extents[0], extents[1], batches), (row, plane), int(not shared))
-
-
-def _round_up(value: int) -> int:
-    return -(-value // ALIGNMENT) * ALIGNMENT
 
 
 def _operand_layout(view: View, k_dim: int, name: str) -> tuple[Major, MapLayout] | str:

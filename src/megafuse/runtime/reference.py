@@ -18,10 +18,7 @@ def source(graph: Graph) -> str:
 
 def interpret(graph: Graph) -> Callable[..., list[Any]]:
     """A function that computes `graph` operator by operator, rounding as eager does."""
-    constants = {n.name: n.attrs["value"] for n in graph.nodes
-                 if n.op == "extern" and n.attrs["target"] == "constant"}  # fmt: skip
-    namespace: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan"),
-                                 "_constants": constants}  # fmt: skip
+    namespace: dict[str, Any] = {"torch": torch, "inf": float("inf"), "nan": float("nan")}
     exec(compile(source(graph), f"<megafuse graph after {graph.made_by}>", "exec"), namespace)
     return namespace["graph"]  # type: ignore[no-any-return]
 

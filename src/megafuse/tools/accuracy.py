@@ -176,7 +176,7 @@ def judge(
         problems.append(f"largest error {peak.peak:.2e} rms is above {peak_limit(peak):.2e}")
     pooled_limit: float | None = None
     if len(seeds) >= limits.pool_seeds:
-        # Where the true value is zero there is noise on both sides; only its size can be asked about.
+        # Where the true value is zero there is noise on both sides; only its size can be asked.
         floor = limits.error_floor * u if absolute else 0.0
         pooled_limit = limits.pooled * eager_pooled + floor
         if pooled > pooled_limit:

@@ -221,4 +221,16 @@ MF_FN void rows(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& 
   }
 }
 
+// mf::rows without the look-ahead: half the registers, for when many warps hide the loads.
+template <class RowOf, class Fetch, class Advance, class Body>
+MF_FN void rows_now(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
+                    const Advance& advance, const Body& body) {
+  MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
+    const auto row = row_of(r);
+    fetch(row);
+    advance();
+    body(row);
+  }
+}
+
 }  // namespace mf

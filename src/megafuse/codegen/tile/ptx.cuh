@@ -66,6 +66,32 @@ MF_FN float high_f16(unsigned w) {
   return r;
 }
 
+// Copies from global to shared memory that no register waits for. Groups complete in order.
+template <int BYTES>
+MF_FN void copy_async(unsigned shared, const void* global) {
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "what cp.async can copy");
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES)
+                 : "memory");
+  }
+}
+template <int BYTES>
+MF_FN void read_shared(unsigned* w, unsigned shared) {
+  if constexpr (BYTES == 16) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared));
+  } else if constexpr (BYTES == 8) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared));
+  } else {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(shared));
+  }
+}
+MF_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+MF_FN void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
 // THREADS threads meet at barrier `id` (0 is __syncthreads).
 template <int THREADS>
 MF_FN void named_barrier(int id) {

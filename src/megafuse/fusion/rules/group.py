@@ -25,6 +25,7 @@ def made_in(region: RowRegion) -> dict[object, tuple[int, Root]]:
 def add_stage(region: RowRegion, stage: Stage) -> None:
     """Append `stage` to `region`, making it a group region. Raises Mismatch with the reason."""
     made = made_in(region)
+    _refuse_unfinished(region, stage)
     cols = set(stage.settled_cols())
     shared: dict[Axis, Axis] | None = None
     for root in stage.roots:
@@ -67,8 +68,27 @@ def add_stage(region: RowRegion, stage: Stage) -> None:
     region.group = group
 
 
+def _refuse_unfinished(region: RowRegion, stage: Stage) -> None:
+    """A stage cannot read what is complete only after the whole launch: column sums, and
+    concatenations of which this launch may write only a part."""
+    unfinished = {
+        r.target for r in region.roots
+        if r.kind == "column" or (r.kind == "store" and r.target is not r.node)
+    }  # fmt: skip
+    for root in stage.roots:
+        for read in root.reads:
+            if read.node in unfinished:
+                raise Mismatch(
+                    f"{read.node.origin.op} is complete only when every row has been walked"
+                )
+
+
 def within_group(region: RowRegion, stage: Stage, k: int) -> bool:
     """Whether `stage` (axes already those of stage k) reads earlier stages of its group only."""
+    for other in region.stages:
+        if other is not stage:
+            _refuse_unfinished(RowRegion([other]), stage)
+            _refuse_unfinished(RowRegion([stage]), other)
     made = made_in(region)
     for root in stage.roots:
         for read in root.reads:
