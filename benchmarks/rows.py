@@ -174,7 +174,8 @@ def measure(
         registers = cubin.resources[built.kernel.name].registers
         results.append({"region": region.name, "kind": kind, "layout": layout, "ms": ms,
                         "registers": registers, "bytes": nbytes,
-                        "fraction": nbytes / (ms * 1e-3) / bandwidth, "samples": samples})  # fmt: skip
+                        "fraction": nbytes / (ms * 1e-3) / bandwidth,
+                        "samples": samples})  # fmt: skip
     best = sorted(results, key=lambda r: r["ms"])
     for r in [x for x in results if x["kind"] == "chosen"] + best[:6]:
         print(f"{r['region']:4}{r['kind']:7}{r['layout']:58}{r['registers']:4} regs "

@@ -69,6 +69,14 @@ def host_schedule(region: RowRegion) -> Schedule:
 ELEMENTS = (40, 24, 8, 4, 2, 1)
 """Elements of a row a thread may own, most first: fewer threads meet at fewer barriers."""
 
+FEW = 8  # elements of a thread, one vector of them
+
+# (depth, ahead, hold), in the order tried
+ROW_WAYS = ((0, True, False), (2, True, False), (0, False, False), (0, True, True))
+GROUP_WAYS = ((2, True, False), (0, True, False), (0, False, False), (0, True, True))
+COLUMN_WAYS = ((2, True, True), (2, True, False), (0, True, True))
+NARROW_COLUMN_WAYS = ((0, True, True), (2, True, True), (2, True, False), (0, True, False))
+
 MANY_ROWS = 8_192
 """From here on there are rows enough for every multiprocessor whatever the layout."""
 
@@ -87,13 +95,16 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     row, each with many elements; parameters are read again from the cache, and where column sums
     or groups fill the registers the streams go through shared memory.
     """
-    narrow = [e for e in ELEMENTS if e <= 8]
-    crowded = region.kind == "group" or any(r.kind == "column" for r in region.roots)
-    # (depth, ahead, hold)
-    ways = [(2, True, False), (2, True, True), (0, True, False), (0, False, False), (0, True, True)]
-    if not crowded:
-        ways = [ways[2], ways[0], *ways[3:]]
-    for elements in ELEMENTS if rows >= MANY_ROWS else narrow:
+    columns = any(r.kind == "column" for r in region.roots)
+    for elements in ELEMENTS:
+        if rows < MANY_ROWS and elements > FEW:
+            continue  # few rows: threads are what there is plenty of
+        if region.kind == "group":
+            ways = GROUP_WAYS
+        elif columns:
+            ways = COLUMN_WAYS if elements > FEW else NARROW_COLUMN_WAYS
+        else:
+            ways = ROW_WAYS
         team = _team(region, elements)
         stages = tuple(_layout(stage, team) for stage in region.stages)
         teams = max(1, (THREADS if rows >= MANY_ROWS else 64) // team)

@@ -12,6 +12,7 @@ import json
 import re
 import struct
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -47,23 +48,38 @@ class Cubin:
 
 
 def compile_cubin(
-    source: str, names: Sequence[str], arch: str, *, fast: bool = False, debug: bool = False
+    source: str,
+    names: Sequence[str],
+    arch: str,
+    *,
+    fast: bool = False,
+    wide: bool = False,
+    debug: bool = False,
 ) -> Cubin:
     """Compiles `source` for `arch` ("sm_90a"), or finds it in the cache. Needs no GPU.
 
     fast: every stored tensor is 16 bits wide, so approximate exp and division do (``MF_FAST``).
+    wide: computes in double, for small problems in float32 (``MF_WIDE``); never with `fast`.
     debug: line numbers for profilers and sanitizers, and ``MF_DEBUG``.
     """
+    if fast and wide:
+        raise ValueError("fast and wide exclude each other")
     text = assemble(source, "cuda.cuh")
     flags = [f"--gpu-architecture={arch}", "-std=c++17", "--ptxas-options=-v", "-default-device"]
     if fast:
         flags.append("-DMF_FAST=1")
+    if wide:
+        flags.append("-DMF_WIDE=1")
     if debug:
         flags += ["-lineinfo", "-DMF_DEBUG=1"]
     key = cache.digest("cuda", text, "\0".join(flags), _nvrtc_version())
 
     def build() -> bytes:
         image, log = _nvrtc_compile(text, flags)
+        if any(name not in _parse_resources(log) for name in names):
+            # NVRTC has a cache of its own (CUDA 13), and what comes out of it brings no assembler's
+            # report. The same text with a new comment is compiled afresh.
+            image, log = _nvrtc_compile(f"{text}\n// {uuid.uuid4()}\n", flags)
         return _pack(Cubin(image, log, _parse_resources(log)))
 
     path = cache.get_or_build(key, ".cubin", build)
@@ -130,6 +146,7 @@ def build_cuda(
     *,
     arch: str | None = None,
     fast: bool = False,
+    wide: bool = False,
     debug: bool = False,
     device: int | None = None,
 ) -> CudaModule:
@@ -141,7 +158,7 @@ def build_cuda(
     current: int = torch.cuda.current_device()  # also starts CUDA, if nothing has so far
     index = current if device is None else device
     arch = arch or device_arch(index)
-    return _load(source, tuple(names), arch, fast, debug, index)
+    return _load(source, tuple(names), arch, fast, wide, debug, index)
 
 
 def device_arch(device: int) -> str:
@@ -154,9 +171,15 @@ def device_arch(device: int) -> str:
 
 @functools.cache
 def _load(
-    source: str, names: tuple[str, ...], arch: str, fast: bool, debug: bool, device: int
+    source: str,
+    names: tuple[str, ...],
+    arch: str,
+    fast: bool,
+    wide: bool,
+    debug: bool,
+    device: int,
 ) -> CudaModule:
-    cubin = compile_cubin(source, names, arch, fast=fast, debug=debug)
+    cubin = compile_cubin(source, names, arch, fast=fast, wide=wide, debug=debug)
     return CudaModule(cubin, names, device)
 
 

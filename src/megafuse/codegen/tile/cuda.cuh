@@ -16,6 +16,15 @@
 #define MF_FAST 0
 #endif
 
+// 1 for small problems whose storage is float32: everything between a load and a store is double,
+// as on the host, and a stored float32 has one rounding. A launch hides what that costs.
+#ifndef MF_WIDE
+#define MF_WIDE 0
+#endif
+#if MF_FAST && MF_WIDE
+#error "MF_FAST gives accuracy away and MF_WIDE adds some: at most one of them"
+#endif
+
 #include "ptx.cuh"
 
 using i64 = long long;
@@ -27,11 +36,43 @@ struct bool8 { unsigned char bits; };
 
 namespace mf {
 
+#if MF_WIDE
+using real = double;
+#else
 using real = float;
+#endif
 
 // ---- arithmetic of one lane ---------------------------------------------------------------------
 
 namespace scalar {
+#if MF_WIDE
+MF_FN double infinity() { return __uint_as_float(0x7f800000u); }
+MF_FN double fma(double a, double b, double c) { return ::fma(a, b, c); }
+MF_FN double max(double a, double b) { return a > b || a != a ? a : b; }
+MF_FN double min(double a, double b) { return a < b || a != a ? a : b; }
+MF_FN double relu(double a) { return a < 0. ? 0. : a; }
+MF_FN double exp(double x) { return ::exp(x); }
+MF_FN double exp2(double x) { return ::exp2(x); }
+MF_FN double rcp(double x) { return 1. / x; }
+MF_FN double rsqrt(double x) { return 1. / ::sqrt(x); }
+MF_FN double div(double a, double b) { return a / b; }
+MF_FN double sigmoid(double x) { return 1. / (1. + ::exp(-x)); }
+MF_FN double tanh(double x) { return ::tanh(x); }
+MF_FN double expm1(double x) { return ::expm1(x); }
+MF_FN double log(double x) { return ::log(x); }
+MF_FN double log1p(double x) { return ::log1p(x); }
+MF_FN double log2(double x) { return ::log2(x); }
+MF_FN double sqrt(double x) { return ::sqrt(x); }
+MF_FN double erf(double x) { return ::erf(x); }
+MF_FN double sin(double x) { return ::sin(x); }
+MF_FN double cos(double x) { return ::cos(x); }
+MF_FN double pow(double x, double y) { return ::pow(x, y); }
+MF_FN double abs(double x) { return ::fabs(x); }
+MF_FN double floor(double x) { return ::floor(x); }
+MF_FN double ceil(double x) { return ::ceil(x); }
+MF_FN double trunc(double x) { return ::trunc(x); }
+MF_FN double round(double x) { return ::rint(x); }
+#else
 MF_FN float infinity() { return __uint_as_float(0x7f800000u); }
 MF_FN float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 MF_FN float max(float a, float b) { return ptx::max_nan(a, b); }
@@ -75,19 +116,19 @@ MF_FN float floor(float x) { return ::floorf(x); }
 MF_FN float ceil(float x) { return ::ceilf(x); }
 MF_FN float trunc(float x) { return ::truncf(x); }
 MF_FN float round(float x) { return ::rintf(x); }
-
+#endif
 }  // namespace scalar
 
 // ---- storage: registers as they come from memory ------------------------------------------------
 
-// How each storage type sits in words. get: element i as float. put: elements 0..n-1 of v into w.
+// How each storage type sits in words. get: element i. put: elements 0..n-1 of v into w.
 template <class T>
 struct Storage;
 template <>
 struct Storage<float> {
   MF_FN static float get(const unsigned* w, int i) { return __uint_as_float(w[i]); }
-  MF_FN static void put(unsigned* w, const float* v, int n) {
-    MF_LANES(i, n) w[i] = __float_as_uint(v[i]);
+  MF_FN static void put(unsigned* w, const real* v, int n) {
+    MF_LANES(i, n) w[i] = __float_as_uint(float(v[i]));
   }
 };
 template <>
@@ -95,8 +136,9 @@ struct Storage<bf16> {
   MF_FN static float get(const unsigned* w, int i) {
     return __uint_as_float(i % 2 ? w[i / 2] & 0xffff0000u : w[i / 2] << 16);
   }
-  MF_FN static void put(unsigned* w, const float* v, int n) {
-    MF_LANES(i, (n + 1) / 2) w[i] = ptx::pair_bf16(v[2 * i], 2 * i + 1 < n ? v[2 * i + 1] : 0.f);
+  MF_FN static void put(unsigned* w, const real* v, int n) {
+    MF_LANES(i, (n + 1) / 2)
+    w[i] = ptx::pair_bf16(float(v[2 * i]), 2 * i + 1 < n ? float(v[2 * i + 1]) : 0.f);
   }
 };
 template <>
@@ -104,8 +146,9 @@ struct Storage<f16> {
   MF_FN static float get(const unsigned* w, int i) {
     return i % 2 ? ptx::high_f16(w[i / 2]) : ptx::low_f16(w[i / 2]);
   }
-  MF_FN static void put(unsigned* w, const float* v, int n) {
-    MF_LANES(i, (n + 1) / 2) w[i] = ptx::pair_f16(v[2 * i], 2 * i + 1 < n ? v[2 * i + 1] : 0.f);
+  MF_FN static void put(unsigned* w, const real* v, int n) {
+    MF_LANES(i, (n + 1) / 2)
+    w[i] = ptx::pair_f16(float(v[2 * i]), 2 * i + 1 < n ? float(v[2 * i + 1]) : 0.f);
   }
 };
 template <>
@@ -113,25 +156,27 @@ struct Storage<bool8> {
   MF_FN static float get(const unsigned* w, int i) {
     return (w[i / 4] >> (i % 4 * 8) & 0xffu) ? 1.f : 0.f;
   }
-  MF_FN static void put(unsigned* w, const float* v, int n) {
+  MF_FN static void put(unsigned* w, const real* v, int n) {
     MF_LANES(i, (n + 3) / 4) w[i] = 0u;
     MF_LANES(i, n) w[i / 4] |= v[i] != 0.f ? 1u << (i % 4 * 8) : 0u;
   }
 };
 template <>
 struct Storage<int> {
-  MF_FN static float get(const unsigned* w, int i) { return float(int(w[i])); }
+  MF_FN static real get(const unsigned* w, int i) { return real(int(w[i])); }
 };
 template <>
 struct Storage<i64> {
-  MF_FN static float get(const unsigned* w, int i) {
-    return float(i64((unsigned long long)w[2 * i + 1] << 32 | w[2 * i]));
+  MF_FN static real get(const unsigned* w, int i) {
+    return real(i64((unsigned long long)w[2 * i + 1] << 32 | w[2 * i]));
   }
 };
 
 namespace scalar {
-MF_FN float to_bf16(float x) { return __uint_as_float(ptx::pair_bf16(0.f, x) & 0xffff0000u); }
-MF_FN float to_f16(float x) { return ptx::low_f16(ptx::pair_f16(x, 0.f)); }
+MF_FN real to_bf16(real x) {
+  return __uint_as_float(ptx::pair_bf16(0.f, float(x)) & 0xffff0000u);
+}
+MF_FN real to_f16(real x) { return ptx::low_f16(ptx::pair_f16(float(x), 0.f)); }
 }  // namespace scalar
 
 template <int BYTES>
@@ -151,7 +196,7 @@ MF_FN void write_raw(void* p, const Raw<BYTES>& r) {
 }
 
 template <class T>
-MF_FN void write_one(T* p, float v) {
+MF_FN void write_one(T* p, real v) {
   Raw<sizeof(T)> r;
   Storage<T>::put(r.w, &v, 1);
   write_raw<sizeof(T)>(p, r);
@@ -170,12 +215,12 @@ namespace mf {
 template <class C, class Op>
 struct Accumulator {
   static constexpr bool LONG = C::steps > 32;
-  float even = Op::identity(), odd = Op::identity(), far = Op::identity();
+  real even = Op::identity(), odd = Op::identity(), far = Op::identity();
   template <class Team>
   MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
     if (C::live(team, j) == 0) return;
     MF_LANES(i, C::lanes) {
-      float& chain = i % 2 ? odd : even;
+      real& chain = i % 2 ? odd : even;
       chain = Op::apply(chain, v.e[i]);
     }
     if (LONG && (j & 31) == 31) {
@@ -183,14 +228,16 @@ struct Accumulator {
       even = odd = Op::identity();
     }
   }
-  MF_FN float total() const { return LONG ? Op::apply(far, chains()) : chains(); }
+  MF_FN real total() const { return LONG ? Op::apply(far, chains()) : chains(); }
 
  private:
-  MF_FN float chains() const { return C::lanes > 1 ? Op::apply(even, odd) : even; }
+  MF_FN real chains() const { return C::lanes > 1 ? Op::apply(even, odd) : even; }
 };
 template <class C> using Sum = Accumulator<C, Add>;
 template <class C> using Max = Accumulator<C, Most>;
 template <class C> using Min = Accumulator<C, Least>;
+
+struct alignas(16) Four { real e[4]; };  // read 16 bytes at a time
 
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
 
@@ -225,7 +272,7 @@ struct Team {
 
   // One thread writes a row's value.
   template <class T>
-  MF_FN void store(T* p, float v) const {
+  MF_FN void store(T* p, real v) const {
     if (rank() == 0) write_one(p, v);
   }
 
@@ -252,10 +299,10 @@ struct Team {
   // keeps half of the values and hands the other half over. Value k ends in the WIDTH / P lanes
   // starting at k * (WIDTH / P), P being K rounded up to a power of two.
   template <class Op, int WIDTH, int K>
-  MF_FN static float fold(const Pack<K>& a) {
+  MF_FN static real fold(const Pack<K>& a) {
     constexpr int P = power_of_two(K);
     static_assert(P <= WIDTH, "more values than lanes");
-    float v[P];
+    real v[P];
     MF_LANES(i, P) v[i] = i < K ? a.e[i < K ? i : 0] : Op::identity();
     MF_UNROLL for (int o = WIDTH / 2, n = P; o > 0; o /= 2) {
       if (n > 1) {
@@ -263,8 +310,8 @@ struct Team {
         const bool upper = threadIdx.x & o;
         MF_LANES(i, P / 2) {
           if (i < n) {
-            const float give = upper ? v[i] : v[i + n];
-            const float keep = upper ? v[i + n] : v[i];
+            const real give = upper ? v[i] : v[i + n];
+            const real keep = upper ? v[i + n] : v[i];
             v[i] = Op::apply(keep, __shfl_xor_sync(mask(), give, o));
           }
         }
@@ -276,7 +323,7 @@ struct Team {
   }
 
   template <class Op, int WIDTH, int K>
-  MF_FN static Pack<K> spread(float v) {
+  MF_FN static Pack<K> spread(real v) {
     Pack<K> r;
     if constexpr (K == 1) {
       r.e[0] = v;
@@ -300,29 +347,28 @@ struct Team {
       // Double-buffered: a thread still reading one half cannot be overtaken twice, because the
       // reduction in between has a barrier of its own.
       constexpr int ROW = (WARPS + 3) / 4 * 4;
-      alignas(16) __shared__ float exchange[2][TEAMS][K][ROW];
-      float(*own)[ROW] = exchange[phase][index()];
+      alignas(16) __shared__ real exchange[2][TEAMS][K][ROW];
+      real(*own)[ROW] = exchange[phase][index()];
       phase ^= 1;
       const int here = threadIdx.x & 31, warp = rank() / 32, k = here / (32 / P);
-      const float mine = fold<Op, 32, K>(a);
+      const real mine = fold<Op, 32, K>(a);
       if (here % (32 / P) == 0 && k < K) own[k][warp] = mine;
       barrier();
       constexpr int GROUP = 32 / P;  // lanes that combine the warps' parts of one value
       if constexpr (K * WARPS <= 12) {
         Pack<K> r;
         MF_LANES(i, K) {
-          float4 q[ROW / 4];
-          MF_LANES(w, ROW / 4) q[w] = *(const float4*)&own[i][4 * w];
-          const float* p = (const float*)q;
-          r.e[i] = p[0];
-          MF_UNROLL for (int w = 1; w < WARPS; ++w) r.e[i] = Op::apply(r.e[i], p[w]);
+          Four q[ROW / 4];
+          MF_LANES(w, ROW / 4) q[w] = *(const Four*)&own[i][4 * w];
+          r.e[i] = q[0].e[0];
+          MF_UNROLL for (int w = 1; w < WARPS; ++w) r.e[i] = Op::apply(r.e[i], q[w / 4].e[w % 4]);
         }
         return r;
       } else {
-        float v = Op::identity();
+        real v = Op::identity();
         MF_UNROLL for (int w = 0; w < WARPS; w += GROUP) {
           const int from = w + here % GROUP;
-          const float x = from < WARPS && k < K ? own[k < K ? k : 0][from] : Op::identity();
+          const real x = from < WARPS && k < K ? own[k < K ? k : 0][from] : Op::identity();
           v = Op::apply(v, x);
         }
         MF_UNROLL for (int o = (GROUP < power_of_two(WARPS) ? GROUP : power_of_two(WARPS)) / 2;
@@ -524,7 +570,7 @@ struct Scalar {
     ReaderFor<FRESH, Once>::type::template load<sizeof(T)>(next, p);
   }
   MF_FN void advance() { current = next; }
-  MF_FN float value() const { return Storage<T>::get(current.w, 0); }
+  MF_FN real value() const { return Storage<T>::get(current.w, 0); }
 };
 
 // ---- writing ------------------------------------------------------------------------------------
@@ -547,7 +593,7 @@ MF_FN void store(const Team& team, int j, T* base, const Col& col, const Vec<C::
 
 // Eight or fewer neighbouring partials, 16 bytes at a time where the vector's width allows.
 template <int V>
-MF_FN void write_partials(float* p, const float* v) {
+MF_FN void write_partials(float* p, const real* v) {
   constexpr int RUN = V % 4 == 0 ? 4 : V % 2 == 0 ? 2 : 1;
   MF_LANES(i, V / RUN) {
     Raw<4 * RUN> r;
@@ -559,12 +605,13 @@ MF_FN void write_partials(float* p, const float* v) {
 // One float32 partial a column and team, summed in registers over the team's rows in their order
 // and written to partials[part * columns + column] at the end. Where storage is float32, every 16
 // rows go into memory before that: a register then adds few enough values to keep their low bits,
-// and what the addition in memory rounds off stays in the register.
+// and what the addition in memory rounds off stays in the register. MF_WIDE: double registers, and
+// one rounding when the partial is written.
 template <class C>
 struct Column {
   static constexpr unsigned FLUSH = 16;
   float* own;
-  float sum[C::steps][C::lanes];
+  real sum[C::steps][C::lanes];
   unsigned rows = 0;
   template <class Team>
   MF_FN Column(const Team& team, float* partials) : own(partials + team.part() * C::columns) {
@@ -573,7 +620,7 @@ struct Column {
   template <class Team>
   MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
     MF_LANES(i, C::lanes) sum[j][i] += v.e[i];
-#if !MF_FAST
+#if !MF_FAST && !MF_WIDE
     if (j == 0) ++rows;
     if (rows % FLUSH == 0 && C::live(team, j)) flush(own + C::column(team, j), sum[j]);
 #endif
@@ -589,8 +636,8 @@ struct Column {
   }
 
  private:
-  MF_FN void flush(float* p, float (&s)[C::lanes]) const {
-    float t[C::lanes];
+  MF_FN void flush(float* p, real (&s)[C::lanes]) const {
+    real t[C::lanes];
     MF_LANES(i, C::lanes) {
       const float far = rows == FLUSH ? 0.f : p[i];
       t[i] = far + s[i];
@@ -615,7 +662,7 @@ struct LongColumn {
   MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
     if (C::live(team, j) == 0) return;
     float* p = own + C::column(team, j);
-    float sum[C::lanes];
+    real sum[C::lanes];
     MF_LANES(i, C::lanes) sum[i] = p[i] + v.e[i];
     write_partials<C::lanes>(p, sum);
   }
@@ -658,7 +705,7 @@ struct Finisher {
       if (y == 0 && c < n) {
         Wide total = slices[0][x];
         MF_UNROLL for (int s = 1; s < SLICES; ++s) total += slices[s][x];
-        write_one<T>(out(k, c), float(total));
+        write_one<T>(out(k, c), real(total));
       }
       __syncthreads();
     }
