@@ -101,8 +101,8 @@ def test_cuda_and_host_share_one_program(plan: Plan) -> None:
             if not isinstance(region, RowRegion):
                 continue
             host = emit_host(part, region, False)
-            cuda = emit_rows(region, part.buffers, next(cuda_schedules(region, part.rows_of(region))), False,
-                             f"mf_{region.name}")  # fmt: skip
+            schedule = next(cuda_schedules(region, part.rows_of(region)))
+            cuda = emit_rows(region, part.buffers, schedule, False, f"mf_{region.name}")
             assert [a.name for a in host.args] == [a.name for a in cuda.args]
             assert host.names == cuda.names
             comments = [re.findall(r"// aten.*", k.source) for k in (host, cuda)]

@@ -23,7 +23,6 @@
 
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
-struct alignas(16) float4 { float x, y, z, w; };
 #define MF_DYNAMIC_SHARED(NAME) unsigned char* NAME = emulated::dynamic_shared
 namespace emulated { alignas(16) inline unsigned char dynamic_shared[1 << 18]; }
 inline size_t __cvta_generic_to_shared(const void* p) {
@@ -39,7 +38,7 @@ inline float rsqrtf(float x) { return 1.f / sqrtf(x); }
 namespace emulated {
 struct Dim { unsigned x = 1, y = 1; };
 // Threads that wait for each other: a barrier, or the lanes of one shuffle mask.
-struct Meeting { unsigned arrived = 0; unsigned long long round = 0; float value[2][32]; };
+struct Meeting { unsigned arrived = 0; unsigned long long round = 0; double value[2][32]; };
 struct Fiber { ucontext_t context; Dim index; unsigned number; bool done; };
 
 inline Dim grid, block, block_index;
@@ -66,12 +65,12 @@ inline void meet(Meeting& m, unsigned expected) {
   }
   while (m.round == round) swapcontext(&self->context, &scheduler);
 }
-inline float exchange(unsigned mask, float value, unsigned from) {
+inline double exchange(unsigned mask, double value, unsigned from) {
   const unsigned lane = self->number % 32;
   if (!(mask >> lane & 1)) fail("a thread shuffles under a mask without itself");
   if (!(mask >> from & 1)) fail("a shuffle reads a lane outside its mask");
   Meeting& m = shuffles[{self->number / 32, mask}];
-  float* slots = m.value[m.round & 1];
+  double* slots = m.value[m.round & 1];
   slots[lane] = value;
   meet(m, unsigned(__builtin_popcount(mask)));
   return slots[from];
@@ -131,12 +130,14 @@ inline void launch(long long gx, long long gy, long long bx, long long by,
 inline void __syncthreads() {
   emulated::meet(emulated::barriers[0], emulated::block.x * emulated::block.y);
 }
-inline float __shfl_xor_sync(unsigned mask, float v, int o) {
-  return emulated::exchange(mask, v, (emulated::self->number % 32) ^ unsigned(o));
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T v, int o) {
+  return T(emulated::exchange(mask, v, (emulated::self->number % 32) ^ unsigned(o)));
 }
-inline float __shfl_sync(unsigned mask, float v, int from, int width = 32) {
+template <class T>
+inline T __shfl_sync(unsigned mask, T v, int from, int width = 32) {
   const unsigned lane = emulated::self->number % 32, w = unsigned(width);
-  return emulated::exchange(mask, v, (lane & ~(w - 1)) | (unsigned(from) & (w - 1)));
+  return T(emulated::exchange(mask, v, (lane & ~(w - 1)) | (unsigned(from) & (w - 1))));
 }
 
 namespace mf {

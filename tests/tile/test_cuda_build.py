@@ -66,6 +66,22 @@ def test_every_word_and_ragged_teams(arch: str, fast: bool) -> None:
     compile_cubin(examples.gate_forward(Shape(2561, 1, 1024), "f16"), ["f3"], arch, fast=fast)
 
 
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_the_wide_gate(lanes: int) -> None:
+    shape = Shape(160 * lanes, lanes, 160)
+    source = examples.gate_forward(shape, "float") + examples.gate_backward(shape, "float")
+    cubin = compile_cubin(source, ["f3", "b3", "b3_finish"], ARCH, wide=True)
+    assert cubin.image != compile_cubin(source, ["f3", "b3", "b3_finish"], ARCH).image
+    with pytest.raises(ValueError, match="exclude each other"):
+        compile_cubin(source, ["f3"], ARCH, fast=True, wide=True)
+
+
+def test_every_wide_word() -> None:
+    shape = Shape(7, 1, 8, 3)
+    source = examples.every_word(shape, "float") + examples.flags(shape)
+    compile_cubin(source, ["words", "flags"], ARCH, wide=True)
+
+
 def test_long_rows_stay_in_memory() -> None:
     shape = Shape(1 << 20, 8, 512)
     source = examples.gate_forward(shape, "float", "MF_LOOP", "long_")

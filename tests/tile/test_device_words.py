@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,9 +25,13 @@ from megafuse.runtime.host import build_host
 TILE = Path(source.__file__).parent.parent / "codegen" / "tile"
 
 
-def emulate(code: str, shape: Shape, names: Sequence[str], fast: bool = False) -> Launch:
+def emulate(
+    code: str, shape: Shape, names: Sequence[str], fast: bool = False, wide: bool = False
+) -> Launch:
     """The kernels of `code` behind launches that pick the grid as a launcher does."""
     text = (TILE / "cuda.cuh").read_text()
+    if wide:  # in a namespace of its own: one process holds one copy of an inline function's statics
+        text = "#define MF_WIDE 1\n#define mf mf_wide\n" + text
     emulated = (Path(__file__).parent / "emulated.h").read_text()
     text = text.replace('#include "ptx.cuh"', emulated)
     text = text.replace('#include "common.h"', (TILE / "common.h").read_text())
@@ -74,6 +77,22 @@ def test_gate(shape: Shape) -> None:
     check_gate(launch, shape.columns, dtype, rows=11, parts=3)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 2, 3, 5)], ids=str)
+def test_a_wide_gate_is_rounded_once(shape: Shape) -> None:
+    code = examples.gate_forward(shape, "float") + examples.gate_backward(shape, "float")
+    launch = emulate(code, shape, ["f3", "b3", "b3_finish"], wide=True)
+    check_gate(launch, shape.columns, "float", rows=11, parts=3, rounded_once=True)
+
+
+@pytest.mark.parametrize("steps,long", [("MF_STEPS", ""), ("MF_LOOP", "long_")])
+def test_a_wide_gate_over_several_vectors(steps: str, long: str) -> None:
+    shape = Shape(264, 4, 32)
+    code = examples.gate_forward(shape, "float", steps, long)
+    code += examples.gate_backward(shape, "float", steps, long)
+    launch = emulate(code, shape, ["f3", "b3", "b3_finish"], wide=True)
+    check_gate(launch, shape.columns, "float", rounded_once=True)
+
+
 def test_long_rows() -> None:
     shape = Shape(2568, 8, 64, 1)
     code = examples.gate_forward(shape, "f16", "MF_LOOP", "long_")
@@ -81,22 +100,26 @@ def test_long_rows() -> None:
     check_gate(emulate(code, shape, ["f3", "b3", "b3_finish"]), shape.columns, "f16")
 
 
+@pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("shape", [Shape(80, 4, 4, 8), Shape(80, 4, 64, 2)])
-def test_group(shape: Shape) -> None:
-    launch = emulate(examples.mixing(shape, 4, "float"), shape, ["f1"])
+def test_group(shape: Shape, wide: bool) -> None:
+    launch = emulate(examples.mixing(shape, 4, "float"), shape, ["f1"], wide=wide)
     check_mixing(launch, groups=5, tokens=4, columns=80)
 
 
 @pytest.mark.parametrize("rows,parts", [(4096, 1), (4096, 7), (15, 1), (33, 2)])
-def test_a_float32_column_sum_keeps_its_low_bits(summing: Launch, rows: int, parts: int) -> None:
-    check_column_sum(summing, 24, rows, parts, units=2.2)
+def test_a_float32_column_sum_keeps_its_low_bits(rows: int, parts: int) -> None:
+    check_column_sum(summing(wide=False), 24, rows, parts, units=2.2)
 
 
-@pytest.fixture(scope="module")
-def summing(shared_cache: Path) -> Launch:
-    os.environ["MEGAFUSE_CACHE"] = str(shared_cache)
+@pytest.mark.parametrize("rows,parts,units", [(4096, 1, 0.51), (15, 1, 0.51), (33, 3, 0.8)])
+def test_a_wide_column_sum_is_rounded_once_a_part(rows: int, parts: int, units: float) -> None:
+    check_column_sum(summing(wide=True), 24, rows, parts, units)
+
+
+def summing(wide: bool) -> Launch:
     shape = Shape(24, 4, 4, 1)
-    return emulate(examples.column_sum(shape), shape, ["sums", "sums_finish"])
+    return emulate(examples.column_sum(shape), shape, ["sums", "sums_finish"], wide=wide)
 
 
 @pytest.mark.parametrize("shape", [Shape(24, 8, 2, 2), Shape(7, 1, 4, 1)], ids=str)
@@ -104,8 +127,11 @@ def test_flags_are_stored(shape: Shape) -> None:
     check_flags(emulate(examples.flags(shape), shape, ["flags"]), shape.columns)
 
 
-@pytest.mark.parametrize("team", [1, 8, 32, 96, 1024])
-def test_reductions_of_every_size(team: int) -> None:
+@pytest.mark.parametrize(
+    "team,wide",
+    [*((team, False) for team in (1, 8, 32, 96, 1024)), (8, True), (96, True), (1024, True)],
+)
+def test_reductions_of_every_size(team: int, wide: bool) -> None:
     """One to nine values at once over every kind of team; exact, because the data are integers."""
     shape = Shape(team, 1, team, 2 if team <= 512 else 1)
     counts = (1, 3, 9)
@@ -113,6 +139,7 @@ def test_reductions_of_every_size(team: int) -> None:
         "".join(several_reductions(shape, count) for count in counts),
         shape,
         [f"r{count}" for count in counts],
+        wide=wide,
     )
     x = np.random.default_rng(team).integers(-50, 50, (3, team)).astype(np.float32)
     x = aligned(x)

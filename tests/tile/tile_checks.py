@@ -81,8 +81,9 @@ def check_gate(
     if rounded_once:
         assert np.linalg.norm(h - want_h) <= 0.51 * 2.0**-24 * np.linalg.norm(want_h)
         assert np.abs(h2 - want_h).max() <= unit * max(1, np.abs(want_h).max())
-    else:  # the backward recomputes it, from statistics that were stored
-        np.testing.assert_array_equal(h, h2)
+    else:  # the backward recomputes it from statistics that were stored, contracted as it may be
+        ulp = {"float": 4 * 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10}[dtype]
+        np.testing.assert_allclose(load(h2), load(h), rtol=ulp, atol=4 * 2.0**-23)
     np.testing.assert_allclose(stats[:, 0], load(z)[:, :columns].mean(1), rtol=1e-5, atol=1e-5)
     if columns > 1:  # one column: every gradient through its norm is zero times 300
         assert np.abs(load(dz) - want_dz).max() <= unit * 4 * np.abs(want_dz).max()

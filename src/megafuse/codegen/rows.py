@@ -112,7 +112,7 @@ def emit_rows(
     kept = kept_axes(region)
     group = region.kind == "group"
     body: list[str] = []
-    for k, (stage, layout) in enumerate(zip(region.stages, schedule.stages, strict=True)):
+    for k, layout in enumerate(schedule.stages):
         body.append(f"using C{k} = mf::Cols<{layout.columns}, {layout.lanes}, {schedule.team}, "
                     f"{layout.steps}>;")  # fmt: skip
     stages = [_StageEmitter(e, k, s, layout) for k, (s, layout) in
@@ -481,14 +481,15 @@ class _StageEmitter:
                 if long and where.kind == "splat":
                     long = ""
                 self.prologue.append(f"const auto {name} = mf::{long}{hold}<C{k}, {kind}, "
-                                     f"{where.run}>(team, {_place(pointer, where)}, {column});")  # fmt: skip
+                                     f"{where.run}>(team, {_place(pointer, where)}, "
+                                     f"{column});")  # fmt: skip
             result = (name, True)
         self.leaves[key] = result
         return result
 
     def _ring(self, name: str, node: Node, where: Access, kind: str, column: str, place: str
               ) -> bool:  # fmt: skip
-        """Stream through shared memory where the schedule says so and the copies are wide enough."""
+        """Stream through shared memory where the schedule says so and copies are wide enough."""
         schedule, layout = self.e.schedule, self.layout
         if schedule.depth < 2 or layout.long or where.run * node.dtype.itemsize < 4:
             return False
@@ -533,12 +534,15 @@ class _StageEmitter:
                     visit(root.node.inputs[0], root.at, p)
         for (node, coords), phases in needed.items():
             entry = pointwise.TABLE.get(node.op)
-            if len(phases) > 1 and entry is not None and entry.expensive and self.wide(node, coords):
+            costly = entry is not None and entry.expensive
+            if len(phases) > 1 and costly and self.wide(node, coords):
                 self.keeps[node, coords] = f"keep{self.k}_{len(self.keeps)}"
 
     # -- the row loop
 
-    def loop(self, begin: str, end: str, step: str, rows: list[Axis], lines: list[str]) -> list[str]:
+    def loop(
+        self, begin: str, end: str, step: str, rows: list[Axis], lines: list[str]
+    ) -> list[str]:
         e = self.e
         names = [e.axis(a) for a in rows]
         row = f"Row{self.k}"
@@ -555,7 +559,9 @@ class _StageEmitter:
         if ring:
             lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q) {{", *_indent(unpack),
                         *_indent(self.ring_fetches), "};"]  # fmt: skip
-        word = f"rows_ring<{e.schedule.depth}>" if ring else "rows" if e.schedule.ahead else "rows_now"
+        word = "rows" if e.schedule.ahead else "rows_now"
+        if ring:
+            word = f"rows_ring<{e.schedule.depth}>"
         also = f", fetch_ring{k}" if ring else ""
         return [
             f"struct {row} {{ {fields} }};",

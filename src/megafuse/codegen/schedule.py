@@ -99,6 +99,7 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     for elements in ELEMENTS:
         if rows < MANY_ROWS and elements > FEW:
             continue  # few rows: threads are what there is plenty of
+        ways: tuple[tuple[int, bool, bool], ...]
         if region.kind == "group":
             ways = GROUP_WAYS
         elif columns:

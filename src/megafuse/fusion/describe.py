@@ -108,7 +108,7 @@ def _reason(
         return "PyTorch runs the operator on one side, which reads and writes memory"
     if isinstance(a, MatmulRegion):
         return (f"a row of {node.type} has {row} elements and spans many output tiles, so what "
-                "needs whole rows waits; torch.bmm has no epilogue for the rest")  # fmt: skip
+                "needs whole rows waits, and the rest rides along in their walk")  # fmt: skip
     names_a = {n.name for r in a.roots for n in (r.node, r.target)}
     names_b = {n.name for r in b.roots for n in (r.node, r.target)}
     for (producer, consumer), reason in refused.items():

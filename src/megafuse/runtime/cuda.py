@@ -223,7 +223,9 @@ class _Kernel:
             slot.resize(len(args))
         slot.pack(slot.buffer, 0, *args)
         x, y, z = (block, 1, 1) if isinstance(block, int) else block
-        status: int = self._launch(self._handle, *grid, x, y, z, self._shared, stream, slot.params, None)
+        status: int = self._launch(
+            self._handle, *grid, x, y, z, self._shared, stream, slot.params, None
+        )
         return status
 
 

@@ -31,7 +31,7 @@ from megafuse.runtime.host import HostModule, build_host
 from megafuse.runtime.matmul import Matmul, accepts, product_of
 
 SHARED_BYTES = 233_472
-"""Shared memory of a Hopper multiprocessor that blocks can have, with 1 KB a block for the system."""
+"""Shared memory that a Hopper multiprocessor has for blocks, 1 KB each for the system included."""
 
 HOST_PARTS = 16
 """Parts a CPU walks its rows in: column sums stay accurate over many rows."""
@@ -110,12 +110,14 @@ class Executor:
             nonlocal done
             if self.device.type != "cuda":
                 kernel = emit_host(self.plan, region, rounding)
-                host = build_host(kernel.source, kernel.names, fast=kernel.fast, sanitize=options.sanitize,
-                                  debug=options.debug)  # fmt: skip
+                host = build_host(kernel.source, kernel.names, fast=kernel.fast,
+                                  sanitize=options.sanitize, debug=options.debug)  # fmt: skip
                 result = BuiltRegion(region, kernel, host, HOST_PARTS)
             else:
                 index = self.device.index
-                kernel, cubin = emit_cuda(self.plan, region, rounding, self.spec.arch, options.debug)
+                kernel, cubin = emit_cuda(
+                    self.plan, region, rounding, self.spec.arch, options.debug
+                )
                 cuda = CudaModule(cubin, kernel.names, index, {kernel.name: kernel.shared})
                 result = BuiltRegion(region, kernel, cuda, blocks_per_sm(kernel, cubin, self.spec))
             done += 1
@@ -210,9 +212,9 @@ class Executor:
             if empty_launch:
                 return
             if on_host:
-                module.launch(name, args)  # type: ignore[call-arg]
+                module.launch(name, args)  # type: ignore[call-arg,arg-type]
                 if finish:
-                    module.launch(finish, args)  # type: ignore[call-arg]
+                    module.launch(finish, args)  # type: ignore[call-arg,arg-type]
                 return
             stream = torch._C._cuda_getCurrentRawStream(device.index)
             module.launch(name, grid, threads, args, stream)  # type: ignore[call-arg]
@@ -310,7 +312,12 @@ def _view(operand: Operand, sizes: Mapping[str, int]) -> Callable[[Values], torc
     start = evaluate(operand.offset, sizes)
     if operand.shape == node.shape and start == 0 and _row_major(shape, strides):
         return lambda values: values[node]
-    return lambda values: values[node].as_strided(shape, strides, values[node].storage_offset() + start)
+
+    def read(values: Values) -> torch.Tensor:
+        base = values[node]
+        return base.as_strided(shape, strides, base.storage_offset() + start)
+
+    return read
 
 
 def _row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,13 +292,12 @@ class FusedModule(nn.Module):
                 return original(*call_args, **call_kwargs)
 
         grad = torch.is_grad_enabled()
-        with _quiet_hooks(original):
-            plan = make_plan(
-                function, tensors, [i < own for i in range(len(tensors))],
-                [grad and t.requires_grad for t in tensors],
-                original if isinstance(original, nn.Module) else None, self.options,
-                dump.observer(self.options),
-            )  # fmt: skip
+        plan = make_plan(
+            function, tensors, [i < own for i in range(len(tensors))],
+            [grad and t.requires_grad for t in tensors],
+            original if isinstance(original, nn.Module) else None, self.options,
+            dump.observer(self.options),
+        )  # fmt: skip
         device = tensors[0].device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -334,9 +333,3 @@ def _fits(plan: Plan, tensors: Sequence[torch.Tensor]) -> bool:
             if isinstance(expected, int) and expected != actual:
                 return False
     return True
-
-
-@contextmanager
-def _quiet_hooks(original: Any) -> Iterator[None]:
-    """Nothing to do yet beyond naming the place: hooks of submodules run while tracing."""
-    yield

@@ -1,6 +1,6 @@
 """Two walks over the same rows become one: a value one makes is the other's in registers.
 
-Legal when, under one renaming of axes, every value of x that y reads is read at the element (or row)
+Legal when, under one renaming of axes, every value of x that y reads is read at the element or row
 x computes it for, and rows and columns mean the same to all roots.
 """
 
@@ -66,12 +66,14 @@ def merge(x: Stage, y: Stage, pairs: list[Pair]) -> Stage:
         for root in stage.roots:
             for read in root.reads:
                 if read.node in other and read.coords != other[read.node].out():
-                    raise Mismatch(f"{root.node.origin.op} reads {read.node.origin.op} of other rows")
+                    names = root.node.origin.op, read.node.origin.op
+                    raise Mismatch(f"{names[0]} reads {names[1]} of other rows")
     written = {r.target for r in x.roots + y.roots if r.kind == "column" or r.target is not r.node}
     for root in x.roots + y.roots:
         for read in root.reads:
             if read.node in written:
-                raise Mismatch(f"{read.node.origin.op} is complete only when every row has been walked")
+                name = read.node.origin.op
+                raise Mismatch(f"{name} is complete only when every row has been walked")
     axes = x.axes + [a for a in y.axes if a not in x.axes]
     cols = roles.merged_cols(x, y)
     union = Stage(axes, cols, x.roots + y.roots)
