@@ -78,7 +78,10 @@ def plan_block(case: Case) -> Plan:
 
     tensors = [*block.parameters(), inputs]
     parameters = [True] * len(names) + [False]
-    return make_plan(function, tensors, parameters, [True] * len(tensors), block, Options())
+    halves = case[1] in (torch.bfloat16, torch.float16)  # their products add bias and residual
+    return make_plan(
+        function, tensors, parameters, [True] * len(tensors), block, Options(), epilogues=halves
+    )
 
 
 def compile_case(case: Case, arch: str = "sm_90a") -> list[Line]:

@@ -49,10 +49,12 @@ def make_plan(
     module: nn.Module | None,
     options: Options,
     observe: Observe = lambda name, text: None,
+    epilogues: bool = False,
 ) -> Plan:
     """Plan `function(tensors)` with its gradients; see `capture` for the arguments.
 
-    observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. Raises CaptureError,
+    observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. epilogues: whether products can
+    add bias and residual before they store. Raises CaptureError,
     UnsupportedError.
     """
     try:
@@ -69,7 +71,7 @@ def make_plan(
         observe(f"{count:02d}-{graph.made_by.split()[0]}.py", str(graph))
         count += 1
 
-    joint = passes.run(captured.graph, see)
+    joint = passes.run(captured.graph, see, epilogues)
     hints = {
         name: max(2, int(tensors[index].shape[dim]))
         for name, (index, dim) in joint.sizes.items() if index < len(tensors)

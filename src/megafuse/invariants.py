@@ -77,7 +77,7 @@ def _type_problem(node: Node) -> str | None:
             dims = node.attrs["dims"]
             expected = tuple(1 if i in dims else s for i, s in enumerate(shapes[0]))
         case "matmul":
-            (a, m, k), (b, k2, n) = shapes
+            (a, m, k), (b, k2, n) = shapes[:2]
             if not (_same(a, b) and _same(k, k2)):
                 return f"{shapes[0]} @ {shapes[1]} do not fit"
             expected = (a, m, n)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import megafuse
 from megafuse import Options, decompositions
+from megafuse.errors import CaptureError
 
 IN_BF16 = ["mlp", "softmax", "rms_norm", "activations", "cat_split_stack", "column_sums"]
 ROUNDED = ["mlp", "residual", "activations"]
@@ -146,3 +147,33 @@ def test_row_lengths(columns: int) -> None:
         if columns > 1 or i == 1:  # one column: everything is zero in theory
             assert_as_near(str(i), a.detach(), b.detach(), c.detach())
         assert columns > 1 or bool((a == 0).all())
+
+
+INTEGERS = {
+    "cat": lambda i, b: torch.cat([i, i], 1).float() * 2,
+    "where": lambda i, b: torch.where(i > 3, i, i * 2).float() + 1,
+    "views": lambda i, b: i[:, None].expand(6, 3, 4).reshape(18, 4)[:, 1:].float().sum(0),
+    "split": lambda i, b: i.split(2, 1)[1] + i.unbind(1)[2][:, None],
+    "alpha": lambda i, b: torch.add(i, i, alpha=3),
+    "bools": lambda i, b: (b + b).float() * 3,
+    "float64": lambda i, b: (b.float().double() * 1.1).float() + 1,
+}
+
+
+@pytest.mark.parametrize("options", [Options(), REFERENCE], ids=["generated", "reference"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_other_dtypes_are_left_to_pytorch(name: str, options: Options) -> None:
+    torch.manual_seed(1)
+    index, mask = torch.randint(0, 9, (6, 4)), torch.rand(6, 4) > 0.5
+    want = INTEGERS[name](index, mask)
+    got = megafuse.fuse(INTEGERS[name], options=options)(index, mask)
+    assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_operands_of_two_dtypes_are_refused_as_eager_refuses_them(dtype: torch.dtype) -> None:
+    x, w = torch.randn(3, 4, dtype=dtype), torch.randn(4, 5)
+    with pytest.raises(RuntimeError):
+        torch.mm(x, w)
+    with pytest.raises((RuntimeError, CaptureError)):
+        megafuse.fuse(torch.mm)(x, w)

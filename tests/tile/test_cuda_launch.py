@@ -109,8 +109,10 @@ def test_missing_bindings_say_what_to_install(no_bindings: None) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float", "bf16", "f16"])
-def test_the_gate_on_a_gpu(shape: Shape, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "dtype,wide", [("float", False), ("float", True), ("bf16", False), ("f16", False)]
+)
+def test_the_gate_on_a_gpu(shape: Shape, dtype: str, wide: bool) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
@@ -125,7 +127,7 @@ def test_the_gate_on_a_gpu(shape: Shape, dtype: str) -> None:
     source = examples.gate_forward(shape, dtype) + examples.gate_backward(shape, dtype)
     source += examples.mixing(Shape(80, 4, 32, 3), 4, "float")
     names = ["f3", "b3", "b3_finish", "f1"]
-    module = cuda.build_cuda(source, names, fast=dtype != "float")
+    module = cuda.build_cuda(source, names, fast=dtype != "float", wide=wide)
 
     def launch(name: str, args: Sequence[int]) -> None:
         grid, block = (-(-3 // shape.teams), 1, 1), (shape.team * shape.teams, 1, 1)
@@ -136,5 +138,5 @@ def test_the_gate_on_a_gpu(shape: Shape, dtype: str) -> None:
         module.launch(name, grid, block, args, torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize()
 
-    check_gate(launch, shape.columns, dtype, rows=11, parts=3, place=place)
+    check_gate(launch, shape.columns, dtype, 11, 3, place, rounded_once=wide)
     check_mixing(launch, groups=5, tokens=4, columns=80, place=place)

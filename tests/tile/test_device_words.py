@@ -30,7 +30,7 @@ def emulate(
 ) -> Launch:
     """The kernels of `code` behind launches that pick the grid as a launcher does."""
     text = (TILE / "cuda.cuh").read_text()
-    if wide:  # in a namespace of its own: one process holds one copy of an inline function's statics
+    if wide:  # in a namespace of its own: a process holds one copy of an inline function's statics
         text = "#define MF_WIDE 1\n#define mf mf_wide\n" + text
     emulated = (Path(__file__).parent / "emulated.h").read_text()
     text = text.replace('#include "ptx.cuh"', emulated)

@@ -157,11 +157,13 @@ class Operand:
 
 @dataclass
 class MatmulRegion:
-    """Batched product [b, m, k] @ [b, k, n] of two strided operands."""
+    """Batched product [b, m, k] @ [b, k, n] of two strided operands; `extras` are what its epilogue
+    adds: ("row", [b, 1, n]) or ("tensor", [b, m, n])."""
 
     node: Node
     a: Operand
     b: Operand
+    extras: tuple[tuple[str, Operand], ...] = ()
     name: str = ""
     kind: Literal["matmul"] = "matmul"
 
@@ -169,7 +171,8 @@ class MatmulRegion:
         return [self.node]
 
     def reads(self, buffers: set[Node]) -> list[Node]:
-        return list(dict.fromkeys([self.a.buffer, self.b.buffer]))
+        extras = [o.buffer for _, o in self.extras]
+        return list(dict.fromkeys([self.a.buffer, self.b.buffer, *extras]))
 
     @property
     def flops(self) -> Dim:

@@ -195,8 +195,9 @@ class Planner:
 
     def _start(self, node: Node, buffers: set[Node]) -> list[Region]:
         if node.op == "matmul":
-            a, b = (operand_view(i, buffers) for i in node.inputs)
-            return [MatmulRegion(node, a, b)]
+            a, b, *rest = (operand_view(i, buffers) for i in node.inputs)
+            extras = tuple(zip(node.attrs.get("epilogue", ()), rest, strict=True))
+            return [MatmulRegion(node, a, b, extras)]
         if node.op == "extern":
             items = [u for u in self.users[node] if u.op == "item"]
             operands = [operand_view(i, buffers) for i in node.inputs]

@@ -54,7 +54,7 @@ def spell(node: Node, names: list[str]) -> str:
         case "amax" | "amin":
             return f"torch.{node.op}({names[0]}, {list(node.attrs['dims'])}, True)"
         case "matmul":
-            return f"torch.bmm({names[0]}, {names[1]})"
+            return " + ".join([f"torch.bmm({names[0]}, {names[1]})", *names[2:]])
         case "item":
             return f"{names[0]}[{node.attrs['index']}].contiguous()"
         case "extern":

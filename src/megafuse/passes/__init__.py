@@ -8,17 +8,22 @@ from megafuse.invariants import check_graph
 from megafuse.ir import Graph
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
+from megafuse.passes.epilogue import fuse_epilogues
 from megafuse.passes.simplify import simplify
 
 Pass = Callable[[Graph], Graph]
 PIPELINE: tuple[Pass, ...] = (dce, simplify, cse, dce)
+EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
 
 
-def run(graph: Graph, observe: Callable[[Graph], None] = lambda _: None) -> Graph:
-    """Run PIPELINE; `observe` sees the graph after every pass."""
+def run(
+    graph: Graph, observe: Callable[[Graph], None] = lambda _: None, epilogues: bool = False
+) -> Graph:
+    """Run PIPELINE, then EPILOGUES where products have them; `observe` sees the graph after every
+    pass."""
     check_graph(graph)
     observe(graph)
-    for apply in PIPELINE:
+    for apply in (*PIPELINE, *(EPILOGUES if epilogues else ())):
         graph = apply(graph)
         check_graph(graph)
         observe(graph)

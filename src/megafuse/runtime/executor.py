@@ -64,7 +64,11 @@ def emit_cuda(
     rows = plan.rows_of(region)
     for schedule in cuda_schedules(region, rows):
         kernel = emit_rows(region, plan.buffers, schedule, rounding, f"mf_{region.name}")
-        cubin = compile_cubin(kernel.source, kernel.names, arch, fast=kernel.fast, debug=debug)
+        # Where launches cost more than arithmetic, float32 storage gets double arithmetic.
+        wide = not kernel.fast and rows < MANY_ROWS
+        cubin = compile_cubin(
+            kernel.source, kernel.names, arch, fast=kernel.fast, debug=debug, wide=wide
+        )
         spills = sum(r.spill_stores + r.spill_loads for r in cubin.resources.values())
         warps = blocks_per_sm(kernel, cubin, H200) * -(-schedule.threads // 32)
         if warps < FEWEST_WARPS and rows >= MANY_ROWS:
@@ -230,19 +234,30 @@ class Executor:
         node, dtype, device = region.node, region.node.dtype, self.device
         single = extents[0] == 1
         of_a, of_b = region.a.buffer, region.b.buffer
+        of_rows = [o.buffer for kind, o in region.extras if kind == "row"]
+        of_tensor = next((o.buffer for kind, o in region.extras if kind == "tensor"), None)
+        extras = [_view(o, sizes) for _, o in region.extras]
 
         def step(values: Values) -> None:
             out = torch.empty(extents, dtype=dtype, device=device)
             if kernel is not None:
                 places = values[of_a].data_ptr(), values[of_b].data_ptr(), out.data_ptr()
-                if kernel.aligned(*places):
-                    kernel.launch(*places, torch._C._cuda_getCurrentRawStream(device.index))
+                rows = [values[n].data_ptr() for n in of_rows]
+                tensor = values[of_tensor].data_ptr() if of_tensor is not None else 0
+                if kernel.aligned(*places, *rows, tensor):
+                    stream = torch._C._cuda_getCurrentRawStream(device.index)
+                    kernel.launch(*places, stream, rows, tensor)
                     values[node] = out
                     return
             if single:
                 torch.mm(a(values)[0], b(values)[0], out=out[0])
             else:
                 torch.bmm(a(values), b(values), out=out)
+            if extras:
+                total = out.float()
+                for extra in extras:
+                    total += extra(values)
+                out = total.to(dtype)
             values[node] = out
 
         return step

@@ -268,6 +268,12 @@ class FusedModule(nn.Module):
             return False
         return not any(t.is_complex() or t.is_quantized for t in tensors)
 
+    def _has_epilogues(self, device: torch.device) -> bool:
+        """Whether 16-bit products run on our Hopper kernel, which can add before it stores."""
+        if self.options.rounding == "eager" or self.options.executor != "auto":
+            return False
+        return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
     def _compile(
         self,
         flat: list[Any],
@@ -296,7 +302,7 @@ class FusedModule(nn.Module):
             function, tensors, [i < own for i in range(len(tensors))],
             [grad and t.requires_grad for t in tensors],
             original if isinstance(original, nn.Module) else None, self.options,
-            dump.observer(self.options),
+            dump.observer(self.options), self._has_epilogues(tensors[0].device),
         )  # fmt: skip
         device = tensors[0].device
         if device.type == "cuda" and device.index is None:

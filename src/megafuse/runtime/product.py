@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,9 +75,18 @@ class Product:
 def product_of(region: MatmulRegion, sizes: Mapping[str, int]) -> Product:
     """A planned matmul at run-time sizes, its result freshly allocated."""
     batch, m, n = (evaluate(d, sizes) for d in region.node.shape)
+    steps, rows, tensor = [], [], None
+    for kind, operand in region.extras:
+        view = View.of_operand(operand, sizes)
+        if kind == "row":
+            steps.append(Step("add", "row"))
+            rows.append(replace(view, shape=(batch, n), strides=(view.strides[0], view.strides[2])))
+        else:
+            steps.append(Step("add", "tensor"))
+            tensor = view
     return Product(
         View.of_operand(region.a, sizes), View.of_operand(region.b, sizes),
-        View((batch, m, n), (m * n, n, 1), region.node.dtype),
+        View((batch, m, n), (m * n, n, 1), region.node.dtype), tuple(steps), tuple(rows), tensor,
     )  # fmt: skip
 
 
