@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Union
 
 import sympy
@@ -143,7 +144,7 @@ class Graph:
                 result[operand].append(node)
         return result
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """Run-time sizes: name → (input index, dimension) where it can be read."""
         result: dict[str, tuple[int, int]] = {}

@@ -378,3 +378,27 @@ def test_build_reports_progress(net: Net) -> None:
     assert seen and all(0 < done <= total for _, done, total in seen)
     assert seen[-1][1] == seen[-1][2]
     assert step(fused, [], [draw(5, 7)])[0] is not None
+
+
+def test_a_replaced_submodule_is_seen() -> None:
+    """The shortcut that remembers where parameters lie must not outlive the modules it knew."""
+    block = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+    x = torch.randn(4, 6)
+    fused = megafuse.fuse(block, x)
+    fused(x), fused(x)
+    block[0] = nn.Linear(6, 5)
+    torch.testing.assert_close(fused(x), block(x))
+    block[0].weight = nn.Parameter(torch.randn(5, 6))
+    torch.testing.assert_close(fused(x), block(x))
+
+
+def test_plain_arguments_that_change_are_no_stale_constants() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+            return x * by
+
+    x = torch.randn(4, 6)
+    fused = megafuse.fuse(Scale())
+    for by in (2.0, 3.0, 2.0):
+        torch.testing.assert_close(fused(x, by=by), x * by)
+    torch.testing.assert_close(fused(x.t()), x.t() * 1.0)

@@ -146,6 +146,8 @@ class FusedModule(nn.Module):
         object.__setattr__(self, "original", original)
         object.__setattr__(self, "options", options)
         object.__setattr__(self, "_plans", {})
+        object.__setattr__(self, "_recent", {})
+        object.__setattr__(self, "_slots", None)
         if isinstance(original, nn.Module):
             self.training = original.training
             for store in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
@@ -215,6 +217,60 @@ class FusedModule(nn.Module):
         return summarize(compiled.plan, compiled.plan.sizes_of(tensors), spec)
 
     def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Compiled, list[torch.Tensor], tuple[int, ...]] | None:
+        """The plan for a call with its flat tensors and run-time sizes; None where PyTorch itself
+        has to run it."""
+        simple = self._simple_call(args, kwargs)
+        if simple is None:
+            return self._find(args, kwargs)
+        key, tensors = simple
+        hit = self._recent.get(key)
+        if hit is None:
+            found = self._find(args, kwargs)
+            if found is None:
+                return None
+            if len(self._recent) >= MOST_RECENT:
+                self._recent.clear()
+            hit = self._recent[key] = found[0], found[2]
+        return hit[0], tensors, hit[1]
+
+    def _simple_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, list[torch.Tensor]] | None:
+        """A cheap key for the common call, tensors and plain values only, with its flat tensors;
+        None when the call needs a closer look."""
+        values = [*args, *kwargs.values()]
+        described: list[Any] = []
+        inputs: list[torch.Tensor] = []
+        for value in values:
+            if type(value) is torch.Tensor:
+                inputs.append(value)
+                described.append(
+                    (value.shape, value.dtype, value.requires_grad, value.device, value.layout)
+                )
+            elif value is None or type(value) in _PLAIN:
+                described.append((type(value), value))
+            else:
+                return None
+        if not inputs or torch.is_autocast_enabled(inputs[0].device.type):
+            return None
+        own = self._own_tensors()
+        state = [(t.shape, t.dtype, t.requires_grad, t.device) for t in own]
+        key = (tuple(described), tuple(kwargs), len(args), tuple(state), self.training,
+               torch.is_grad_enabled(), torch.is_inference_mode_enabled())  # fmt: skip
+        return key, own + inputs
+
+    def _own_tensors(self) -> list[torch.Tensor]:
+        """Parameters and buffers, as `_named_tensors` lists them; walks the modules again only
+        when one has been replaced."""
+        if not isinstance(self.original, nn.Module):
+            return []
+        if self._slots is None or not self._slots.current():
+            object.__setattr__(self, "_slots", _Slots(self.original))
+        return self._slots.tensors()  # type: ignore[no-any-return]
+
+    def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compiled, list[torch.Tensor], tuple[int, ...]] | None:
         flat, spec = tree_flatten((args, kwargs))
@@ -308,6 +364,42 @@ class FusedModule(nn.Module):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         return Compiled(plan, device, self.options)
+
+
+_PLAIN = (bool, int, float, str)
+MOST_RECENT = 1024
+
+
+class _Slots:
+    """Where a module's parameters and buffers are kept, so that they can be read without a walk."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._children = [
+            (parent._modules, name, child)
+            for parent in module.modules() for name, child in parent._modules.items()
+        ]  # fmt: skip
+        self._places: list[tuple[dict[str, Any], str]] = []
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for store, named in (("_parameters", module.named_parameters()),
+                             ("_buffers", module.named_buffers())):  # fmt: skip
+            for path, _ in named:
+                owner, _, name = path.rpartition(".")
+                self._places.append((getattr(modules[owner], store), name))
+        self._counts = [
+            (store, len(store)) for m in module.modules() for store in (m._parameters, m._buffers)
+        ]
+        self._sizes = [(m._modules, len(m._modules)) for m in module.modules()]
+
+    def current(self) -> bool:
+        return (
+            all(store.get(name) is child for store, name, child in self._children)
+            and all(len(store) == n for store, n in self._counts)
+            and all(len(store) == n for store, n in self._sizes)
+            and all(store.get(name) is not None for store, name in self._places)
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [store[name] for store, name in self._places]
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
