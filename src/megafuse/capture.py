@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
 from megafuse.errors import CaptureError, UnsupportedError
-from megafuse.importer import BACKWARD, Importer
+from megafuse.importer import BACKWARD, CAST, Importer
 from megafuse.ir import Dim, Graph, as_dim, product
 
 _OWN = str(Path(__file__).parent)
@@ -70,6 +70,9 @@ class Captured:
         )
 
 
+_CASTS = {"to", "bfloat16", "half", "float", "type", "type_as"}
+
+
 class _Provenance(TorchFunctionMode):
     """Tags every traced node with the user's line and module path."""
 
@@ -94,7 +97,9 @@ class _Provenance(TorchFunctionMode):
         while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
-            tag = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}|{self.paths[-1]}"
+            cast = f"|{CAST}" if getattr(func, "__name__", "") in _CASTS else ""
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            tag = f"{place}|{self.paths[-1]}{cast}"
             _set_tag(tag)
         result = func(*args, **(kwargs or {}))
         if frame is not None:
@@ -241,13 +246,17 @@ def capture(
         if "in-place operation" in str(error):
             raise UnsupportedError(
                 f"{_explain(error)} The module writes in place to a tensor the caller owns; "
-                "megafuse never does. Use the out-of-place form (inplace=False)."
+                "megafuse never does. Use the out-of-place form (inplace=False); a BatchNorm in "
+                "training updates its buffers, so call .eval() on it or leave it outside."
             ) from error
         raise CaptureError(_explain(error)) from error
     finally:
         quiet.setLevel(level)
 
-    outer = Importer(env, {}).run(traced, len(tensors))
+    try:
+        outer = Importer(env, {}).run(traced, len(tensors))
+    except NotImplementedError as error:
+        raise CaptureError(_explain(error)) from error
     guards = tuple(_guards(env, outer.names))
 
     def eager_bytes() -> Dim:
@@ -325,7 +334,8 @@ def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
         raise UnsupportedError(
             f"{node.target} writes in place to a tensor the caller can see "
             f"({node.meta.get('stack_trace', 'unknown place')}); megafuse never writes to its "
-            "inputs. Use the out-of-place form, or keep this module outside the fused one."
+            "inputs. Use the out-of-place form, or keep this module outside the fused one "
+            "(a BatchNorm in training updates its buffers: call .eval() on it)."
         )
 
 
@@ -351,6 +361,11 @@ def _explain(error: Exception) -> str:
         tb = tb.tb_next
     where = f" at {frames[-1]}" if frames else ""
     hint = ""
+    text = str(error)
+    if "meta" in text and ("cpu" in text or "cuda" in text or "copy out" in text):
+        hint = (" A tensor that is neither a parameter, a buffer nor an argument takes part: "
+                "register it as a buffer, or pass it (or the module that holds it) as an "
+                "argument.")  # fmt: skip
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         hint = (" Control flow that depends on tensor values cannot be captured; move it outside "
                 "the fused module.")  # fmt: skip

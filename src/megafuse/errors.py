@@ -7,8 +7,11 @@ class MegafuseError(Exception):
     """Base of every error megafuse raises on purpose."""
 
 
-class CaptureError(MegafuseError):
-    """The subgraph could not be traced into one forward + backward graph."""
+class CaptureError(MegafuseError, RuntimeError):
+    """The subgraph could not be traced into one forward + backward graph.
+
+    Also a RuntimeError: what eager raises for wrong shapes and dtypes, and what callers catch.
+    """
 
 
 class UnsupportedError(MegafuseError):

@@ -29,6 +29,9 @@ from megafuse.ir import (
 )
 from megafuse.ops import pointwise
 
+CAST = "@cast"
+"""Ends the tag of casts the user wrote: they round in registers too."""
+
 BACKWARD = "@backward"
 """Marks the tag of nodes traced during `torch.autograd.grad`; see `capture._Provenance`."""
 
@@ -100,7 +103,8 @@ class Importer:
         tag = fx_node.meta.get("stack_trace") or "|"
         direction: Literal["forward", "backward"]
         direction = "backward" if tag.startswith(BACKWARD) else "forward"
-        location, _, module = tag.removeprefix(f"{BACKWARD}|").partition("|")
+        fields = tag.removeprefix(f"{BACKWARD}|").split("|")
+        location, module = fields[0], fields[1] if len(fields) > 1 else ""
         return Origin(op, location or None, module or None, direction)
 
     def emit(
@@ -156,6 +160,8 @@ class Importer:
         if fx_node.target is operator.getitem:
             whole, index = self._arg(fx_node.args[0]), fx_node.args[1]
             if isinstance(whole, Node):
+                if fx_node.meta.get("val") is None:
+                    return None  # convolution_backward gives no gradient nobody wants
                 return self.emit("item", (whole,), self.type_of(fx_node), whole.origin, index=index)
             return whole[index]
         target: Any = fx_node.target
@@ -211,7 +217,9 @@ class Importer:
             return NotImplemented
         if dtype == x.dtype:
             return x
-        return self.emit("cast", (x,), TensorType(x.shape, dtype), origin)
+        written = str(fx_node.meta.get("stack_trace") or "").endswith(f"|{CAST}")
+        attrs = {"written": True} if written else {}
+        return self.emit("cast", (x,), TensorType(x.shape, dtype), origin, **attrs)
 
     def op_permute(self, fx_node: Any, origin: Origin, x: Node, order: Sequence[int]) -> Node:
         return self.permute(x, [i % len(x.shape) for i in order], origin)
@@ -376,6 +384,8 @@ class Importer:
 
     def _constant(self, traced: torch.fx.GraphModule, fx_node: torch.fx.Node) -> Any:
         value = getattr(traced, str(fx_node.target))
+        if value.device.type == "meta":
+            raise NotImplementedError("a constant made on the meta device: cannot copy out")
         origin = Origin(f"constant {fx_node.target}")
         type = TensorType(tuple(value.shape), value.dtype)
         if value.numel() == 1 and type.dtype in FUSABLE and value.device.type != "meta":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -18,8 +19,10 @@ def dim_cpp(value: Dim) -> str:
     """An extent or stride in terms of the kernel's size arguments."""
     if isinstance(value, int):
         return str(value)
-    text = str(sympy.sstr(value)).replace("**", "^")
-    if "^" in text or "/" in text:
+    text = re.sub(
+        r"(\w+)\*\*(\d+)", lambda m: "*".join([m[1]] * int(m[2])), str(sympy.sstr(value))
+    )
+    if "**" in text or "/" in text:
         raise ValueError(f"size {value} is no polynomial megafuse can print")
     for s in sorted(value.free_symbols, key=lambda s: -len(s.name)):
         text = text.replace(s.name, f"a.{s.name}")

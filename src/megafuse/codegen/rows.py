@@ -413,7 +413,8 @@ class _StageEmitter:
             if isinstance(a, Node) else scalar_cpp(a)
             for a in node.args
         ]  # fmt: skip
-        text = pointwise_cpp(node, args, self.e.rounding, self.e.fast)
+        rounding = self.e.rounding or bool(node.attrs.get("written"))
+        text = pointwise_cpp(node, args, rounding, self.e.fast)
         if text == args[0]:
             return text  # a cast that changes nothing in registers
         wide = self.wide(node, coords) and any(self._is_wide(a, node, coords) for a in node.inputs)

@@ -63,7 +63,7 @@ class Simplify(Rewriter):
                 return x
             case "cast" if x.dtype == node.dtype:
                 return x
-            case "cast" if x.dtype == torch.float32:
+            case "cast" if x.dtype == torch.float32 and not node.attrs.get("written"):
                 return self._cast_of_sum(node, x)
             case "sum":
                 return self._sum(node, x)

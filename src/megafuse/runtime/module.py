@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ def _hooks_on_saved() -> bool:
     return top is None or top(True) is not None
 
 
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One tensor object each: a value returned twice, once detached, is two to autograd."""
+    seen: set[int] = set()
+    result = []
+    for tensor in tensors:
+        result.append(tensor.detach() if id(tensor) in seen else tensor)
+        seen.add(id(tensor))
+    return result
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as kernels read it: contiguous and 16-byte aligned; itself if it is that already."""
     if not tensor.is_contiguous():
@@ -84,7 +95,7 @@ class _Call(torch.autograd.Function):
         plan = compiled.plan
         plain = [_plain(t) for t in tensors]
         results = compiled.run_forward(list(plain), sizes)
-        outputs = results[: plan.captured.outputs]
+        outputs = _distinct(results[: plan.captured.outputs])
         ctx.compiled, ctx.sizes = compiled, sizes
         ctx.set_materialize_grads(False)
         kept = results[plan.captured.outputs :]
@@ -221,19 +232,22 @@ class FusedModule(nn.Module):
     ) -> tuple[Compiled, list[torch.Tensor], tuple[int, ...]] | None:
         """The plan for a call with its flat tensors and run-time sizes; None where PyTorch itself
         has to run it."""
-        simple = self._simple_call(args, kwargs)
-        if simple is None:
-            return self._find(args, kwargs)
-        key, tensors = simple
-        hit = self._recent.get(key)
-        if hit is None:
-            found = self._find(args, kwargs)
-            if found is None:
-                return None
-            if len(self._recent) >= MOST_RECENT:
-                self._recent.clear()
-            hit = self._recent[key] = found[0], found[2]
-        return hit[0], tensors, hit[1]
+        # Tracing swaps the module's parameters for a moment and uses global state of torch's: one
+        # thread at a time, and none reads the parameters meanwhile.
+        with _TRACING:
+            simple = self._simple_call(args, kwargs)
+            if simple is None:
+                return self._find(args, kwargs)
+            key, tensors = simple
+            hit = self._recent.get(key)
+            if hit is None:
+                found = self._find(args, kwargs)
+                if found is None:
+                    return None
+                if len(self._recent) >= MOST_RECENT:
+                    self._recent.clear()
+                hit = self._recent[key] = found[0], found[2]
+            return hit[0], tensors, hit[1]
 
     def _simple_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -257,7 +271,7 @@ class FusedModule(nn.Module):
             return None
         own = self._own_tensors()
         state = [(t.shape, t.dtype, t.requires_grad, t.device) for t in own]
-        key = (tuple(described), tuple(kwargs), len(args), tuple(state), self.training,
+        key = (tuple(described), tuple(kwargs), len(args), tuple(state), self._modes(),
                torch.is_grad_enabled(), torch.is_inference_mode_enabled())  # fmt: skip
         return key, own + inputs
 
@@ -269,6 +283,15 @@ class FusedModule(nn.Module):
         if self._slots is None or not self._slots.current():
             object.__setattr__(self, "_slots", _Slots(self.original))
         return self._slots.tensors()  # type: ignore[no-any-return]
+
+    def _modes(self) -> tuple[Any, ...]:
+        """What every submodule's own state means for a trace: its mode and its hooks."""
+        if not isinstance(self.original, nn.Module):
+            return ()
+        modules = self._slots.modules if self._slots else list(self.original.modules())
+        return tuple(
+            (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules
+        )
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -298,7 +321,7 @@ class FusedModule(nn.Module):
             ))  # fmt: skip
         constants = tuple(_freeze(v) for i, v in enumerate(flat) if i not in places)
         signature = _Signature(
-            repr(spec), (*constants, tensors[own].device if places else None, self.training,
+            repr(spec), (*constants, tensors[own].device if places else None, self._modes(),
                    tuple(names), _leading(tensors[own:])),
             tuple(described),
         )  # fmt: skip
@@ -349,7 +372,7 @@ class FusedModule(nn.Module):
             with ExitStack() as stack:
                 for i, module in enumerate(modules):
                     mine = {n: v for (j, n), v in zip(names, values, strict=False) if j == i}
-                    stack.enter_context(_reparametrize_module(module, mine))
+                    stack.enter_context(_reparametrize_module(module, mine, tie_weights=True))
                 call_args, call_kwargs = tree_unflatten(leaves, spec)
                 return original(*call_args, **call_kwargs)
 
@@ -366,6 +389,7 @@ class FusedModule(nn.Module):
         return Compiled(plan, device, self.options)
 
 
+_TRACING = threading.RLock()
 _PLAIN = (bool, int, float, str)
 MOST_RECENT = 1024
 
@@ -385,6 +409,7 @@ class _Slots:
             for path, _ in named:
                 owner, _, name = path.rpartition(".")
                 self._places.append((getattr(modules[owner], store), name))
+        self.modules = list(module.modules())
         self._counts = [
             (store, len(store)) for m in module.modules() for store in (m._parameters, m._buffers)
         ]
