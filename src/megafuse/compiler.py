@@ -15,7 +15,7 @@ from megafuse.config import Options
 from megafuse.errors import CaptureError
 from megafuse.fusion.plan import GraphPlan
 from megafuse.fusion.planner import Planner
-from megafuse.ir import Graph
+from megafuse.ir import Graph, Node
 from megafuse.passes.partition import Split, partition
 
 Observe = Callable[[str, str], None]
@@ -24,7 +24,8 @@ Observe = Callable[[str, str], None]
 @dataclass
 class Plan:
     """Both directions of one captured call. joint: the graph after the passes; hints: the run-time
-    sizes of the call it was made for."""
+    sizes of the call it was made for; sources: for each flat tensor, which upstream gradients its
+    own gradient comes from."""
 
     captured: Captured
     joint: Graph
@@ -32,6 +33,7 @@ class Plan:
     forward: GraphPlan
     backward: GraphPlan | None
     hints: dict[str, int]
+    sources: list[frozenset[int]]
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The run-time sizes of a call, read off its flat tensors."""
@@ -87,4 +89,16 @@ def make_plan(
     observe("plan-forward.txt", dump.plan_text(forward))
     observe("repro.py", dump.repro(joint, captured.outputs, len(tensors), list(needs_grad), hints,
                                    options))  # fmt: skip
-    return Plan(captured, joint, split, forward, backward, hints)
+    sources = _sources(joint, captured.outputs, len(tensors))
+    return Plan(captured, joint, split, forward, backward, hints, sources)
+
+
+def _sources(joint: Graph, outputs: int, primals: int) -> list[frozenset[int]]:
+    reached: dict[Node, frozenset[int]] = {}
+    for node in joint.nodes:
+        if node.op == "input":
+            index = node.attrs["index"] - primals
+            reached[node] = frozenset({index}) if index >= 0 else frozenset()
+        else:
+            reached[node] = frozenset().union(*(reached[i] for i in node.inputs))
+    return [frozenset() if g is None else reached[g] for g in joint.outputs[outputs:]]

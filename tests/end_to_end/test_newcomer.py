@@ -63,6 +63,22 @@ def test_a_value_and_its_detached_self(x: Tensor) -> None:
     agree(Twice(), x)
 
 
+def test_an_unused_head_has_no_gradient(x: Tensor) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.a(x), self.b(x)
+
+    module = Heads()
+    fused = megafuse.fuse(module, x)
+    fused(x)[0].sum().backward()
+    assert module.b.weight.grad is None and module.b.bias.grad is None
+    torch.testing.assert_close(module.a.bias.grad, torch.full((8,), 4.0))
+
+
 def test_casts_the_user_wrote_round(x: Tensor) -> None:
     agree(lambda x: x - x.bfloat16().float(), x)
 

@@ -117,10 +117,11 @@ class _Call(torch.autograd.Function):
                 "the fused module computes first derivatives only; for create_graph=True or "
                 "gradients of gradients call the original module (`fused.original`)."
             )
-        upstream = []
-        for i in compiled.plan.captured.differentiable:
+        upstream, absent = [], set()
+        for k, i in enumerate(compiled.plan.captured.differentiable):
             grad = grads[i]
             if grad is None:
+                absent.add(k)
                 shape, dtype, device = ctx.like[i]
                 grad = torch.zeros(shape, dtype=dtype, device=device)
             upstream.append(_plain(grad))
@@ -132,6 +133,9 @@ class _Call(torch.autograd.Function):
         tensors += upstream
         del upstream
         results = compiled.run_backward(tensors, ctx.sizes)
+        if absent:  # what only an unused output leads to has no gradient, rather than a zero one
+            sources = compiled.plan.sources
+            results = [None if s <= absent else r for r, s in zip(results, sources, strict=True)]
         return (None, None, *results)
 
 
