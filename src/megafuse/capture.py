@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
 from megafuse.errors import CaptureError, UnsupportedError
-from megafuse.importer import BACKWARD, CAST, Importer
+from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
 from megafuse.ir import Dim, Graph, as_dim, product
 
 _OWN = str(Path(__file__).parent)
@@ -253,10 +253,7 @@ def capture(
     finally:
         quiet.setLevel(level)
 
-    try:
-        outer = Importer(env, {}).run(traced, len(tensors))
-    except NotImplementedError as error:
-        raise CaptureError(_explain(error)) from error
+    outer = Importer(env, {}).run(traced, len(tensors))
     guards = tuple(_guards(env, outer.names))
 
     def eager_bytes() -> Dim:
@@ -363,9 +360,7 @@ def _explain(error: Exception) -> str:
     hint = ""
     text = str(error)
     if "meta" in text and ("cpu" in text or "cuda" in text or "copy out" in text):
-        hint = (" A tensor that is neither a parameter, a buffer nor an argument takes part: "
-                "register it as a buffer, or pass it (or the module that holds it) as an "
-                "argument.")  # fmt: skip
+        hint = FOREIGN_TENSOR
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
         hint = (" Control flow that depends on tensor values cannot be captured; move it outside "
                 "the fused module.")  # fmt: skip

@@ -29,6 +29,11 @@ from megafuse.ir import (
 )
 from megafuse.ops import pointwise
 
+FOREIGN_TENSOR = (
+    " A tensor that is neither a parameter, a buffer nor an argument takes part: register it as a "
+    "buffer, or pass it (or the module that holds it) as an argument."
+)
+
 CAST = "@cast"
 """Ends the tag of casts the user wrote: they round in registers too."""
 
@@ -385,10 +390,10 @@ class Importer:
     def _constant(self, traced: torch.fx.GraphModule, fx_node: torch.fx.Node) -> Any:
         value = getattr(traced, str(fx_node.target))
         if value.device.type == "meta":
-            raise NotImplementedError("a constant made on the meta device: cannot copy out")
+            raise CaptureError(f"tracing failed: the code makes a constant tensor.{FOREIGN_TENSOR}")
         origin = Origin(f"constant {fx_node.target}")
         type = TensorType(tuple(value.shape), value.dtype)
-        if value.numel() == 1 and type.dtype in FUSABLE and value.device.type != "meta":
+        if value.numel() == 1 and type.dtype in FUSABLE:
             return self.emit("full", (), type, origin, value=value.item())
         return self.emit("extern", (), type, origin, target="constant", call_args=[],
                          call_kwargs={}, multiple=False, value=value)  # fmt: skip

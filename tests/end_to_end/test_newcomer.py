@@ -111,6 +111,17 @@ def test_modes_and_hooks_of_submodules_are_part_of_the_key(x: Tensor) -> None:
     assert seen
 
 
+def test_modes_of_a_module_argument_are_part_of_the_key(x: Tensor) -> None:
+    def apply(x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x) * 2
+
+    drop = nn.Dropout(0.5).eval()
+    fused = megafuse.fuse(apply, x, drop)
+    torch.testing.assert_close(fused(x, drop), x * 2)
+    drop.train()
+    assert not torch.equal(fused(x, drop), fused(x, drop))
+
+
 def test_first_calls_from_two_threads_leave_the_module_alone(x: Tensor) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
     fused = megafuse.fuse(module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -289,13 +289,8 @@ class FusedModule(nn.Module):
         return self._slots.tensors()  # type: ignore[no-any-return]
 
     def _modes(self) -> tuple[Any, ...]:
-        """What every submodule's own state means for a trace: its mode and its hooks."""
-        if not isinstance(self.original, nn.Module):
-            return ()
-        modules = self._slots.modules if self._slots else list(self.original.modules())
-        return tuple(
-            (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules
-        )
+        """The modes of the original's modules, listed by the slots just read."""
+        return _modes(self._slots.modules) if self._slots is not None else ()
 
     def _find(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -325,7 +320,8 @@ class FusedModule(nn.Module):
             ))  # fmt: skip
         constants = tuple(_freeze(v) for i, v in enumerate(flat) if i not in places)
         signature = _Signature(
-            repr(spec), (*constants, tensors[own].device if places else None, self._modes(),
+            repr(spec), (*constants, tensors[own].device if places else None,
+                   _modes(m for root in modules for m in root.modules()),
                    tuple(names), _leading(tensors[own:])),
             tuple(described),
         )  # fmt: skip
@@ -429,6 +425,11 @@ class _Slots:
 
     def tensors(self) -> list[torch.Tensor]:
         return [store[name] for store, name in self._places]
+
+
+def _modes(modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+    """What each module's own state means for a trace: its mode and its hooks."""
+    return tuple((m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in modules)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
