@@ -12,7 +12,6 @@ import json
 import re
 import struct
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,23 +71,23 @@ def compile_cubin(
         flags.append("-DMF_WIDE=1")
     if debug:
         flags += ["-lineinfo", "-DMF_DEBUG=1"]
-    key = cache.digest("cuda", text, "\0".join(flags), _nvrtc_version())
+    if _nvrtc_version() >= (12, 9):
+        # NVRTC's own cache writes where nobody asked, and what comes out of it brings no report of
+        # the assembler's.
+        flags.append("--no-cache")
+    key = cache.digest("cuda", text, "\0".join(flags), repr(_nvrtc_version()))
 
     def build() -> bytes:
         image, log = _nvrtc_compile(text, flags)
-        if any(name not in _parse_resources(log) for name in names):
-            # NVRTC has a cache of its own (CUDA 13), and what comes out of it brings no assembler's
-            # report. The same text with a new comment is compiled afresh.
-            image, log = _nvrtc_compile(f"{text}\n// {uuid.uuid4()}\n", flags)
-        return _pack(Cubin(image, log, _parse_resources(log)))
+        cubin = Cubin(image, log, _parse_resources(log))
+        missing = [name for name in names if name not in cubin.resources]
+        if missing:
+            raise BuildError(f"the compiled source has no kernel {', '.join(missing)}:\n{log}")
+        return _pack(cubin)
 
     path = cache.get_or_build(key, ".cubin", build)
     data = cache.read(path)
-    cubin = _unpack(data if data is not None else build())
-    missing = [name for name in names if name not in cubin.resources]
-    if missing:
-        raise BuildError(f"the compiled source has no kernel {', '.join(missing)}:\n{cubin.log}")
-    return cubin
+    return _unpack(data if data is not None else build())
 
 
 class CudaModule:
@@ -289,7 +288,7 @@ def _bindings() -> tuple[Any, Any]:
 
 
 @functools.cache
-def _nvrtc_version() -> str:
+def _nvrtc_version() -> tuple[int, int]:
     nvrtc = _bindings()[1]
     try:
         status, major, minor = nvrtc.nvrtcVersion()
@@ -297,7 +296,7 @@ def _nvrtc_version() -> str:
         raise ToolchainError(f"NVRTC could not be loaded ({error}): {_INSTALL}.") from error
     if int(status):
         raise ToolchainError(f"NVRTC could not be started (error {int(status)}): {_INSTALL}.")
-    return f"nvrtc {major}.{minor}"
+    return int(major), int(minor)
 
 
 def _nvrtc_compile(text: str, flags: Sequence[str]) -> tuple[bytes, str]:
