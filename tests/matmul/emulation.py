@@ -27,9 +27,7 @@ _MMA = re.compile(
 
 def host_source(kernel: MatmulKernel) -> str:
     """`kernel` with its PTX replaced, and an entry that runs it block after block."""
-    text = (TILE / "cuda.cuh").read_text()
-    text = text.replace('#include "ptx.cuh"', (HERE.parent / "tile" / "emulated.h").read_text())
-    text = text.replace('#include "common.h"', (TILE / "common.h").read_text())
+    text = source.header("cuda.cuh", (HERE.parent / "tile" / "emulated.h").read_text())
     code = kernel.source.replace(
         (TILE / "sm90" / "ptx.cuh").read_text(), (HERE / "emulated_sm90.h").read_text()
     )

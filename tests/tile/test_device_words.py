@@ -29,12 +29,10 @@ def emulate(
     code: str, shape: Shape, names: Sequence[str], fast: bool = False, wide: bool = False
 ) -> Launch:
     """The kernels of `code` behind launches that pick the grid as a launcher does."""
-    text = (TILE / "cuda.cuh").read_text()
+    emulated = (Path(__file__).parent / "emulated.h").read_text()
+    text = source.header("cuda.cuh", emulated)
     if wide:  # in a namespace of its own: a process holds one copy of an inline function's statics
         text = "#define MF_WIDE 1\n#define mf mf_wide\n" + text
-    emulated = (Path(__file__).parent / "emulated.h").read_text()
-    text = text.replace('#include "ptx.cuh"', emulated)
-    text = text.replace('#include "common.h"', (TILE / "common.h").read_text())
     entries = "".join(
         f"""
 extern "C" void emulate_{name}(const i64* a) {{

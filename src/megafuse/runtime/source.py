@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -12,13 +13,19 @@ _GUARD = "#ifndef MF_TILE_H"
 Header = Literal["host.h", "cuda.cuh"]
 
 
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.M)
+
+
 @cache
-def header(name: Header) -> str:
-    """The header as one text, its own includes written out."""
-    text = (_TILE / name).read_text()
-    for part in ("common.h", "ptx.cuh"):
-        text = text.replace(f'#include "{part}"\n', (_TILE / part).read_text())
-    return text
+def header(name: Header, ptx: str | None = None) -> str:
+    """The header as one text, its own includes written out. ptx: stands in for ptx.cuh."""
+
+    def part(match: re.Match[str]) -> str:
+        if match[1] == "ptx.cuh" and ptx is not None:
+            return ptx
+        return (_TILE / match[1]).read_text()
+
+    return _INCLUDE.sub(part, (_TILE / name).read_text())
 
 
 def assemble(source: str, name: Header) -> str:

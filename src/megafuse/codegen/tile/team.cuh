@@ -1,0 +1,178 @@
+// Threads that share a row: what each of them adds up, and how they combine it. Part of cuda.cuh.
+
+namespace mf {
+
+// ---- accumulators over one row ------------------------------------------------------------------
+
+// What Sum, Max and Min share: this thread's part of the row. Two chains, even and odd lanes: as
+// many fused multiply-adds as one chain, half the waiting. In a long row 32 vectors go into the
+// chains, then the chains go into `far`, so that the sum does not lose its low bits.
+template <class C, class Op>
+struct Accumulator {
+  static constexpr bool LONG = C::steps > 32;
+  real even = Op::identity(), odd = Op::identity(), far = Op::identity();
+  template <class Team>
+  MF_FN void add(const Team& team, int j, const Vec<C::lanes>& v) {
+    if (C::live(team, j) == 0) return;
+    MF_LANES(i, C::lanes) {
+      real& chain = i % 2 ? odd : even;
+      chain = Op::apply(chain, v.e[i]);
+    }
+    if (LONG && (j & 31) == 31) {
+      far = Op::apply(far, chains());
+      even = odd = Op::identity();
+    }
+  }
+  MF_FN real total() const { return LONG ? Op::apply(far, chains()) : chains(); }
+
+ private:
+  MF_FN real chains() const { return C::lanes > 1 ? Op::apply(even, odd) : even; }
+};
+template <class C> using Sum = Accumulator<C, Add>;
+template <class C> using Max = Accumulator<C, Most>;
+template <class C> using Min = Accumulator<C, Least>;
+
+struct alignas(16) Four { real e[4]; };  // read 16 bytes at a time
+
+constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
+
+// ---- the team -----------------------------------------------------------------------------------
+
+// TEAM threads that walk a row together, TEAMS of them in a block. A power of two up to 32 (teams
+// share a warp, and may run different numbers of rows: shuffles name this team's lanes only), or
+// whole warps (one barrier a reduction).
+template <int TEAM, int TEAMS>
+struct Team {
+  static_assert(TEAM <= 32 ? (TEAM & (TEAM - 1)) == 0 : TEAM % 32 == 0, "see above");
+  static_assert(TEAM * TEAMS <= 1024, "a block has at most 1024 threads");
+  static_assert(TEAM <= 32 || TEAMS == 1 || TEAMS <= 15, "one named barrier a team, 15 of them");
+  static constexpr int THREADS = TEAM * TEAMS;
+  static constexpr int LANES = TEAM < 32 ? TEAM : 32, WARPS = TEAM > 32 ? TEAM / 32 : 1;
+
+  mutable int phase = 0;  // which half of the exchange buffer the next reduction writes
+
+  MF_FN int index() const { return TEAMS == 1 ? 0 : int(threadIdx.x) / TEAM; }
+  MF_FN int rank() const { return TEAMS == 1 ? int(threadIdx.x) : int(threadIdx.x) % TEAM; }
+  MF_FN i64 block() const { return blockIdx.x; }
+  MF_FN i64 part() const { return i64(blockIdx.x) * TEAMS + index(); }
+
+  // Every accumulator combined over the team, in an order the shape alone decides; all threads get
+  // the results. Several at once cost far less than one after the other.
+  template <class... A>
+  MF_FN Pack<sizeof...(A)> sum(const A&... a) const { return reduce<Add>(pack(a.total()...)); }
+  template <class... A>
+  MF_FN Pack<sizeof...(A)> max(const A&... a) const { return reduce<Most>(pack(a.total()...)); }
+  template <class... A>
+  MF_FN Pack<sizeof...(A)> min(const A&... a) const { return reduce<Least>(pack(a.total()...)); }
+
+  // One thread writes a row's value.
+  template <class T>
+  MF_FN void store(T* p, real v) const {
+    if (rank() == 0) write_one(p, v);
+  }
+
+  // All teams of the block (group kernels only: there every team runs).
+  MF_FN void block_sync() const { __syncthreads(); }
+
+ private:
+  MF_FN static unsigned mask() {
+    if constexpr (LANES == 32) {
+      return ~0u;
+    } else {
+      return ((1u << LANES) - 1u) << (threadIdx.x & 31u & ~unsigned(LANES - 1));
+    }
+  }
+  MF_FN void barrier() const {
+    if constexpr (TEAMS == 1) {
+      __syncthreads();
+    } else {
+      ptx::named_barrier<TEAM>(1 + index());
+    }
+  }
+
+  // K values over WIDTH lanes. While there are several values, the lanes halve the work: each half
+  // keeps half of the values and hands the other half over. Value k ends in the WIDTH / P lanes
+  // starting at k * (WIDTH / P), P being K rounded up to a power of two.
+  template <class Op, int WIDTH, int K>
+  MF_FN static real fold(const Pack<K>& a) {
+    constexpr int P = power_of_two(K);
+    static_assert(P <= WIDTH, "more values than lanes");
+    real v[P];
+    MF_LANES(i, P) v[i] = i < K ? a.e[i < K ? i : 0] : Op::identity();
+    MF_UNROLL for (int o = WIDTH / 2, n = P; o > 0; o /= 2) {
+      if (n > 1) {
+        n /= 2;
+        const bool upper = threadIdx.x & o;
+        MF_LANES(i, P / 2) {
+          if (i < n) {
+            const real give = upper ? v[i] : v[i + n];
+            const real keep = upper ? v[i + n] : v[i];
+            v[i] = Op::apply(keep, __shfl_xor_sync(mask(), give, o));
+          }
+        }
+      } else {
+        v[0] = Op::apply(v[0], __shfl_xor_sync(mask(), v[0], o));
+      }
+    }
+    return v[0];
+  }
+
+  template <class Op, int WIDTH, int K>
+  MF_FN static Pack<K> spread(real v) {
+    Pack<K> r;
+    if constexpr (K == 1) {
+      r.e[0] = v;
+    } else {
+      MF_LANES(k, K) r.e[k] = __shfl_sync(mask(), v, k * (WIDTH / power_of_two(K)), LANES);
+    }
+    return r;
+  }
+
+  template <class Op, int K>
+  MF_FN Pack<K> reduce(Pack<K> a) const {
+    constexpr int P = power_of_two(K);
+    if constexpr (P > LANES) {  // a tiny team with many sums: value by value
+      MF_LANES(k, K)
+      MF_UNROLL for (int o = LANES / 2; o > 0; o /= 2)
+        a.e[k] = Op::apply(a.e[k], __shfl_xor_sync(mask(), a.e[k], o));
+      return a;
+    } else if constexpr (WARPS == 1) {
+      return spread<Op, LANES, K>(fold<Op, LANES, K>(a));
+    } else {
+      // Double-buffered: a thread still reading one half cannot be overtaken twice, because the
+      // reduction in between has a barrier of its own.
+      constexpr int ROW = (WARPS + 3) / 4 * 4;
+      alignas(16) __shared__ real exchange[2][TEAMS][K][ROW];
+      real(*own)[ROW] = exchange[phase][index()];
+      phase ^= 1;
+      const int here = threadIdx.x & 31, warp = rank() / 32, k = here / (32 / P);
+      const real mine = fold<Op, 32, K>(a);
+      if (here % (32 / P) == 0 && k < K) own[k][warp] = mine;
+      barrier();
+      constexpr int GROUP = 32 / P;  // lanes that combine the warps' parts of one value
+      if constexpr (K * WARPS <= 12) {
+        Pack<K> r;
+        MF_LANES(i, K) {
+          Four q[ROW / 4];
+          MF_LANES(w, ROW / 4) q[w] = *(const Four*)&own[i][4 * w];
+          r.e[i] = q[0].e[0];
+          MF_UNROLL for (int w = 1; w < WARPS; ++w) r.e[i] = Op::apply(r.e[i], q[w / 4].e[w % 4]);
+        }
+        return r;
+      } else {
+        real v = Op::identity();
+        MF_UNROLL for (int w = 0; w < WARPS; w += GROUP) {
+          const int from = w + here % GROUP;
+          const real x = from < WARPS && k < K ? own[k < K ? k : 0][from] : Op::identity();
+          v = Op::apply(v, x);
+        }
+        MF_UNROLL for (int o = (GROUP < power_of_two(WARPS) ? GROUP : power_of_two(WARPS)) / 2;
+                       o > 0; o /= 2)
+          v = Op::apply(v, __shfl_xor_sync(~0u, v, o));
+        return spread<Op, 32, K>(v);
+      }
+    }
+  }
+};
+
+}  // namespace mf
