@@ -45,8 +45,8 @@ def sum_cpp(terms: Sequence[tuple[str, Dim]], const: Dim = 0) -> str:
     return " + ".join(parts)
 
 
-def decompose(index: str, axes: Sequence[Axis], narrow: bool = False) -> list[str]:
-    """C++ for each axis' value, given a linear index over them (the last one fastest). narrow:
+def decompose(index: str, extents: Sequence[Dim], narrow: bool = False) -> list[str]:
+    """C++ for each axis' value, given a linear index over their extents (the last one fastest). narrow:
     `index` is an int, and so are all extents: 64-bit division would cost a hundred instructions."""
 
     def spell(extent: Dim) -> str:
@@ -55,13 +55,13 @@ def decompose(index: str, axes: Sequence[Axis], narrow: bool = False) -> list[st
 
     values: list[str] = []
     inner: Dim = 1
-    for position, axis in reversed(list(enumerate(axes))):
+    for position, extent in reversed(list(enumerate(extents))):
         text = index if inner == 1 else f"{index} / {spell(inner)}"
         if position > 0:
             text = f"({text})" if inner != 1 else text
-            text = f"{text} % {spell(axis.extent)}"
+            text = f"{text} % {spell(extent)}"
         values.insert(0, text)
-        inner = as_dim(inner * axis.extent)
+        inner = as_dim(inner * extent)
     return values
 
 

@@ -56,28 +56,30 @@ def emit_rows(
               enumerate(zip(region.stages, schedule.stages, strict=True))]  # fmt: skip
     outer = region.group if group else region.stages[0].rows()
     rest = [a for a in outer if a not in kept]
+    step = "a.chunks" if schedule.in_turn else "1"
     part = "team.block()" if group else "team.part()"
     body += [
         f"const i64 kept = {part} / a.chunks, chunk = {part} % a.chunks;",
-        f"const i64 begin = chunk * a.span, end = mf::min_i64(begin + a.span, "
-        f"{_extent(rest)});",
+        f"const i64 begin = chunk, end = {_extent(rest)};" if schedule.in_turn else
+        f"const i64 begin = chunk * a.span, end = mf::min_i64(begin + a.span, {_extent(rest)});",
     ]  # fmt: skip
-    for axis, text in zip(kept, decompose("kept", kept), strict=True):
+    for axis, text in zip(kept, decompose("kept", _extents(kept)), strict=True):
         body.append(f"const i64 {e.axis(axis)} = {text};")
     programs = [s.program() for s in stages]
     for s in stages:
         body += s.prologue
     if group:
-        body.append("for (i64 g = begin; g < end; ++g) {")
-        for axis, text in zip(rest, decompose("g", rest), strict=True):
+        body.append(f"for (i64 g = begin; g < end; g += {step}) {{")
+        for axis, text in zip(rest, decompose("g", _extents(rest)), strict=True):
             body.append(f"  const i64 {e.axis(axis)} = {text};")
         for s, lines in zip(stages, programs, strict=True):
             rows = [a for a in s.stage.rows() if a not in region.group]
+            body += indent(s.group_prologue)
             body += indent(s.loop("team.index()", _extent(rows), str(schedule.teams), rows, lines))
             body.append("  team.block_sync();")
         body.append("}")
     else:
-        body += stages[0].loop("begin", "end", "1", rest, programs[0])
+        body += stages[0].loop("begin", "end", step, rest, programs[0])
     for s in stages:
         body += s.epilogue
 
@@ -111,7 +113,7 @@ def emit_rows(
     return RowKernel(
         name, "\n".join(lines) + "\n", list(e.args.values()), schedule, kept, e.partials,
         f"{name}_finish" if finish else None, e.fast,
-        max(s.shared for s in stages),
+        e.shared + max(s.rings for s in stages),
     )  # fmt: skip
 
 
@@ -133,6 +135,10 @@ def _header(region: RowRegion) -> list[str]:
         rows = " x ".join(str(a.extent) for a in stage.rows()) or "1"
         lines.append(f"//   stage {k}: {rows} rows of {stage.columns()} elements")
     return lines
+
+
+def _extents(axes: Sequence[Axis]) -> list[Dim]:
+    return [a.extent for a in axes]
 
 
 def _extent(axes: Sequence[Axis]) -> str:
@@ -160,8 +166,8 @@ def _finish(e: Emitter, kept: list[Axis]) -> list[str]:
             strides[axis] = step
             step = as_dim(step * axis.extent)
         where = offset(root.where, root.target.shape)
-        k_names = dict(zip(own, decompose("k", own), strict=True))
-        i_names = dict(zip(others, decompose(f"i / ({per})", others), strict=True))
+        k_names = dict(zip(own, decompose("k", _extents(own)), strict=True))
+        i_names = dict(zip(others, decompose(f"i / ({per})", _extents(others)), strict=True))
         terms = [(f"({n})", strides[a]) for a, n in {**k_names, **i_names}.items()]
         inside = f"i % ({per})" if others else "i"
         index = f"({sum_cpp(terms)}) * ({per}) + {inside}" if terms else inside

@@ -37,7 +37,10 @@ class Schedule:
     """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
     blocks a multiprocessor must be able to hold, which caps a thread's registers; depth: rows of
     the streamed tensors on their way in shared memory (0: registers); ahead: the next row's loads
-    are issued before this row's arithmetic; hold: parameters stay in registers from row to row."""
+    are issued before this row's arithmetic; hold: parameters stay in registers from row to row;
+    keep: so do a row's intermediate values from phase to phase, where computing them again costs
+    more; shared_sums: column sums live in shared memory; in_turn: parts take rows in turn, so that
+    all of them read one moving window of memory, instead of a span of rows each."""
 
     team: int
     teams: int
@@ -46,6 +49,9 @@ class Schedule:
     depth: int = 0
     ahead: bool = True
     hold: bool = True
+    keep: bool = False
+    shared_sums: bool = False
+    in_turn: bool = True
 
     @property
     def threads(self) -> int:
@@ -63,7 +69,7 @@ def host_schedule(region: RowRegion) -> Schedule:
     for stage in region.stages:
         n = columns_of(stage)
         stages.append(StageSchedule(n, HOST_LANES, -(-n // HOST_LANES), n > HOST_CARRY))
-    return Schedule(1, 1, tuple(stages))
+    return Schedule(1, 1, tuple(stages), in_turn=False)
 
 
 ELEMENTS = (40, 24, 8, 4, 2, 1)

@@ -12,8 +12,12 @@ from megafuse.fusion.plan import Root, RowRegion, Stage
 from megafuse.fusion.roots import resolve
 from megafuse.fusion.rules.same_rows import produced
 from megafuse.index import Affine, Axis, Coords, offset, operand_coords
-from megafuse.ir import Node
+from megafuse.ir import Node, as_dim, product
 from megafuse.ops import is_reduction, pointwise
+
+
+KEPT = 4
+"""Instructions an element from which on keeping a value pays for the register it takes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,8 @@ class Emitter:
     axis_names: dict[Axis, str] = field(default_factory=dict)
     partials: list[int] = field(default_factory=list)
     sums: list[tuple[Root, Stage, str]] = field(default_factory=list)
+    shared: int = 0  # bytes of shared memory that column sums take; rings follow them
+    summed: int = 0  # how much of it has been given out
 
     def pointer(self, node: Node, write: bool = False) -> str:
         key = ("buffer", node)
@@ -91,20 +97,44 @@ class StageEmitter:
         self.made = produced(stage)
         self.written_before = {n for s in e.region.stages[:k] for n in _targets(s)}
         self.prologue: list[str] = []  # before all rows: streams, held parameters, sums
+        self.group_prologue: list[str] = []  # before the rows of each group
         self.epilogue: list[str] = []
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
-        self.shared = 0  # bytes of this stage's rings; stages follow each other and share them
+        self.rings = 0  # bytes of this stage's rings; stages follow each other and share them
         self.advances: list[str] = []
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
         self.scalars: dict[tuple[Node, Coords], str] = {}
         self.phases: dict[tuple[Node, Coords], int] = {}
         self.keeps: dict[tuple[Node, Coords], str] = {}
         self.kept_done: set[tuple[Node, Coords]] = set()
-        self.column_names: dict[int, str] = {}
+        self.tables: dict[tuple[str | None, int], str] = {}
         self.counter = 0
+        self.merged = self._merged_rows()
+        if e.schedule.shared_sums and not layout.long:
+            e.shared += sum(r.kind == "column" for r in stage.roots) * self._shared_row(4)
 
     # -- places and phases
+
+    def _merged_rows(self) -> dict[Axis, Axis]:
+        """Row axes that every tensor walks together with the next one, as one longer axis: an
+        index less to divide for. Outer axis → the one that stands for both."""
+        fixed = {*self.e.region.group, *kept_axes(self.e.region)}
+        rows = [a for a in self.stage.rows() if a not in fixed]
+        places = [offset(read.coords, read.node.shape) for r in self.stage.roots for read in r.reads]
+        places += [offset(r.where, r.target.shape) for r in self.stage.roots if r.kind == "store"]
+        merged: dict[Axis, Axis] = {}
+        for outer, inner in zip(reversed(rows[:-1]), reversed(rows[1:]), strict=True):
+            last = merged.get(inner, inner)
+            extent = product(a.extent for a in rows[rows.index(inner) : rows.index(last) + 1])
+            if all(p.coefficient(outer) == as_dim(p.coefficient(last) * extent) for p in places):
+                merged[outer] = last
+        return merged
+
+    def _access(self, where: Affine) -> Access:
+        """How `where` is addressed, over the axes that are left."""
+        left = Affine.make([t for t in where.terms if t[0] not in self.merged], where.const)
+        return access(left, self.cols, self.layout.lanes, self.e.axis)
 
     def settle(self, node: Node, coords: Coords, expand: bool = False) -> tuple[Node, Coords, str]:
         """(node, coords, what it is there): "leaf", "reduction", "compute" or "const"."""
@@ -118,7 +148,13 @@ class StageEmitter:
                         and r.where == coords for r in self.stage.roots)  # fmt: skip
         if node in buffers and not expand and not (own_store and not is_reduction(node)):
             return node, coords, "leaf"
+        if node.op == "cast" and self._spell(node, ["x"]) == "x":  # a type that registers know not
+            return self.settle(node.inputs[0], operand_coords(node, node.inputs[0], coords))
         return node, coords, "const" if node.op == "full" else "compute"
+
+    def _spell(self, node: Node, args: list[str]) -> str:
+        rounding = self.e.rounding or bool(node.attrs.get("written"))
+        return pointwise_cpp(node, args, rounding, self.e.fast)
 
     def phase(self, node: Node, coords: Coords, expand: bool = False) -> int:
         node, coords, what = self.settle(node, coords, expand)
@@ -192,14 +228,13 @@ class StageEmitter:
             wide = bool(root.axes & self.col_set)
             value = self.value(root.node, root.at, before, loop, memo, root.target is root.node)
             pointer = self.e.pointer(root.target, write=True)
-            where = access(offset(root.where, root.target.shape), self.cols, self.layout.lanes,
-                           self.e.axis)  # fmt: skip
+            where = self._access(offset(root.where, root.target.shape))
             place = _place(pointer, where)
             comment = f"  // {root.node.origin}"
             if wide:
                 kind = CPP_TYPE[root.target.dtype]
                 loop.append(f"mf::store<C{self.k}, {kind}, {where.run}>(team, j, {place}, "
-                            f"{_column(where)}, {value});{comment}")  # fmt: skip
+                            f"{self._column(where)}, {value});{comment}")  # fmt: skip
             else:
                 before.append(f"team.store({place}, {value});{comment}")
         elif root.kind == "row":
@@ -211,9 +246,11 @@ class StageEmitter:
             value = self.value(root.node.inputs[0], root.at, before, loop, memo)
             pointer = self.e.partial(self.layout.columns)
             name = f"{root.node.name}_col"
-            word = "LongColumn" if self.layout.long else "Column"
-            self.prologue.append(f"mf::{word}<C{self.k}> {name}(team, {pointer});  "
-                                 f"// {root.node.origin}")  # fmt: skip
+            kind = f"mf::{'LongColumn' if self.layout.long else 'Column'}<C{self.k}>"
+            if self.e.schedule.shared_sums and not self.layout.long:
+                kind = f"mf::SharedColumn<C{self.k}, {self.e.summed}, {self.e.schedule.threads}>"
+                self.e.summed += self._shared_row(4)
+            self.prologue.append(f"{kind} {name}(team, {pointer});  // {root.node.origin}")
             self.epilogue.append(f"{name}.write(team);")
             loop.append(f"{name}.add(team, j, {value});  // {root.node.origin}")
             self.e.sums.append((root, self.stage, pointer))
@@ -245,10 +282,9 @@ class StageEmitter:
             if isinstance(a, Node) else scalar_cpp(a)
             for a in node.args
         ]  # fmt: skip
-        rounding = self.e.rounding or bool(node.attrs.get("written"))
-        text = pointwise_cpp(node, args, rounding, self.e.fast)
+        text = self._spell(node, args)
         if text == args[0]:
-            return text  # a cast that changes nothing in registers
+            return text
         wide = self.wide(node, coords) and any(self._is_wide(a, node, coords) for a in node.inputs)
         if not wide:
             name = f"{node.name}_{len(self.scalars)}"
@@ -282,94 +318,134 @@ class StageEmitter:
             return self.leaves[key]
         e, k = self.e, self.k
         pointer = e.pointer(node)
-        where = access(offset(coords, node.shape), self.cols, self.layout.lanes, e.axis)
+        where = self._access(offset(coords, node.shape))
         kind = CPP_TYPE[node.dtype]
         name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
         fresh = node in self.written_before
-        if where.column is None:
-            if self._moves(offset(coords, node.shape)) or fresh:
-                self.prologue.append(f"mf::Scalar<{kind}{', true' if fresh else ''}> {name};")
-                self._fetch(name, _place(pointer, where), "")
-                result = (f"{name}.value()", False)
-            else:
-                self.prologue.append(f"const mf::real {name} = mf::load({pointer}[{where.row}]);")
-                result = (name, False)
+        at = offset(coords, node.shape)
+        still = self._stays(at, fresh)
+        place = _place(pointer, where)
+        wide = where.column is not None
+        column = self._column(where) if wide else ""
+        flag = ", true" if fresh else ""
+        cols = f"C{k}, {kind}, {where.run}"
+        if still is not None and not wide:
+            still.append(f"const mf::real {name} = mf::load({pointer}[{where.row}]);")
+        elif still is not None:
+            word = "hold" if where.kind == "run" else "hold_splat"
+            if where.kind == "run" and (self.layout.long or not e.schedule.hold):
+                word = "long_hold"
+            still.append(f"const auto {name} = mf::{word}<{cols}{flag}>(team, {place}, {column});")
+        elif self._ring(name, node, where, place):
+            pass
+        elif not wide:
+            self.prologue.append(f"mf::Scalar<{kind}{flag}> {name};")
+            self._fetch(name, place, "")
         else:
-            long = "long_" if self.layout.long else ""
             word = "stream" if where.kind == "run" else "splat"
-            column = _column(where)
-            if self._moves(offset(coords, node.shape)) or fresh:
-                place = _place(pointer, where)
-                if where.kind == "run" and self._ring(name, node, where, kind, column, place):
-                    self.leaves[key] = (name, True)
-                    return self.leaves[key]
-                flag = ", true" if fresh else ""
-                self.prologue.append(f"auto {name} = mf::{long}{word}<C{k}, {kind}, {where.run}"
-                                     f"{flag}>({column});")  # fmt: skip
-                self._fetch(name, place, "team, ")
-            else:
-                if not e.schedule.hold:
-                    long = "long_"
-                hold = "hold" if where.kind == "run" else "hold_splat"
-                if long and where.kind == "splat":
-                    long = ""
-                self.prologue.append(f"const auto {name} = mf::{long}{hold}<C{k}, {kind}, "
-                                     f"{where.run}>(team, {_place(pointer, where)}, "
-                                     f"{column});")  # fmt: skip
-            result = (name, True)
-        self.leaves[key] = result
-        return result
+            word = f"long_{word}" if self.layout.long else word
+            self.prologue.append(f"auto {name} = mf::{word}<{cols}{flag}>({column});")
+            self._fetch(name, place, "team, ")
+        self.leaves[key] = (name if wide or still is not None else f"{name}.value()", wide)
+        return self.leaves[key]
 
-    def _ring(self, name: str, node: Node, where: Access, kind: str, column: str, place: str
-              ) -> bool:  # fmt: skip
+    def _column(self, where: Access) -> str:
+        """The offset of column `c`: a function, or a table of it where it takes a division."""
+        capture = "&a" if where.symbolic_column else ""
+        result = "i64" if where.symbolic_column else "int"
+        text = f"[{capture}](int c) -> {result} {{ return {where.column or '0'}; }}"
+        divides = "/" in text or "%" in text
+        if self.layout.long or where.symbolic_column or not divides:
+            return text
+        key = where.column, where.run
+        if key not in self.tables:
+            self.tables[key] = name = f"table{self.k}_{len(self.tables)}"
+            self.prologue.append(f"const auto {name} = mf::table<C{self.k}, {where.run}>(team, "
+                                 f"{text});")  # fmt: skip
+        return self.tables[key]
+
+    def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""
-        schedule, layout = self.e.schedule, self.layout
-        if schedule.depth < 2 or layout.long or where.run * node.dtype.itemsize < 4:
+        schedule, layout, wide = self.e.schedule, self.layout, where.column is not None
+        unit = node.dtype.itemsize * (where.run if wide and where.kind == "run" else 1)
+        if schedule.depth < 2 or layout.long or unit % 4:
             return False
-        self.prologue.append(
-            f"auto {name} = mf::ring<C{self.k}, {kind}, {where.run}, {schedule.depth}, "
-            f"{self.shared}, {schedule.threads}>({column});"
-        )
-        row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
-        self.shared += schedule.depth * row
-        self.ring_fetches.append(f"{name}.fetch(team, {place});")
-        self.advances.append(f"{name}.advance();")
+        kind, team = CPP_TYPE[node.dtype], "team, " if wide else ""
+        rest = f"{schedule.depth}, {self.e.shared + self.rings}, {schedule.threads}>"
+        if wide:
+            word = "ring" if where.kind == "run" else "ring_splat"
+            self.prologue.append(f"auto {name} = mf::{word}<C{self.k}, {kind}, {where.run}, {rest}"
+                                 f"({self._column(where)});")  # fmt: skip
+            row = self._shared_row(node.dtype.itemsize)
+            self.rings += schedule.depth * (row if where.kind == "run" else row // where.run)
+        else:
+            self.prologue.append(f"mf::ScalarRing<{kind}, {rest} {name};")
+            self.rings += schedule.depth * -(-schedule.threads * unit // 16) * 16
+        self.ring_fetches.append(f"{name}.fetch({team}{place}, slot);")
+        self.advances.append(f"{name}.advance(slot);")
         return True
 
-    def _moves(self, where: Affine) -> bool:
-        """Whether the tensor is read elsewhere from row to row of one part."""
-        fixed = self.col_set | set(kept_axes(self.e.region))
-        return bool(where.axes - fixed)
+    def _shared_row(self, itemsize: int) -> int:
+        """Bytes of one row of every team, each thread's vectors whole."""
+        return self.layout.steps * self.layout.lanes * itemsize * self.e.schedule.threads
+
+    def _stays(self, at: Affine, fresh: bool) -> list[str] | None:
+        """Where a tensor that all rows of a part, or of a group, read at the same place is fetched
+        once; None when it is read elsewhere from row to row."""
+        moving = at.axes - self.col_set - set(kept_axes(self.e.region))
+        if not moving and not fresh:
+            return self.prologue
+        return self.group_prologue if moving <= set(self.e.region.group) else None
 
     def _fetch(self, name: str, place: str, team: str) -> None:
         self.fetches.append(f"{name}.fetch({team}{place});")
         self.advances.append(f"{name}.advance();")
 
     def _plan_keeps(self, by_phase: list[list[Root]]) -> None:
-        """Expensive values that more than one phase needs."""
+        """Values that a later phase finds in registers: expensive ones, and with `schedule.keep`
+        those it starts from and would need several instructions for."""
         if self.layout.long:
             return
-        needed: dict[tuple[Node, Coords], set[int]] = {}
+        needed: dict[tuple[Node, Coords], list[int]] = {}
+        starts: dict[tuple[Node, Coords], None] = {}  # wanted by something that is new in a phase
 
-        def visit(node: Node, coords: Coords, p: int, expand: bool = False) -> None:
+        def visit(node: Node, coords: Coords, p: int, new: bool, expand: bool = False) -> None:
             node, coords, what = self.settle(node, coords, expand)
-            if what != "compute" or p in needed.setdefault((node, coords), set()):
+            if what != "compute":
                 return
-            needed[node, coords].add(p)
+            phases = needed.setdefault((node, coords), [])
+            if phases and phases[0] < p and new:
+                starts[node, coords] = None
+            if p in phases:
+                return
+            phases.append(p)
             for i in node.inputs:
-                visit(i, operand_coords(node, i, coords), p)
+                visit(i, operand_coords(node, i, coords), p, phases[0] == p)
 
         for p, roots in enumerate(by_phase):
             for root in roots:
                 if root.kind == "store":
-                    visit(root.node, root.at, p, root.target is root.node)
+                    visit(root.node, root.at, p, True, root.target is root.node)
                 else:
-                    visit(root.node.inputs[0], root.at, p)
+                    visit(root.node.inputs[0], root.at, p, True)
         for (node, coords), phases in needed.items():
             entry = pointwise.TABLE.get(node.op)
             costly = entry is not None and entry.expensive
+            if self.e.schedule.keep and not costly and (node, coords) in starts:
+                costly = self._price(node, coords, set()) >= KEPT
             if len(phases) > 1 and costly and self.wide(node, coords):
                 self.keeps[node, coords] = f"keep{self.k}_{len(self.keeps)}"
+
+    def _price(self, node: Node, coords: Coords, seen: set[tuple[Node, Coords]]) -> int:
+        """Instructions an element of this value takes, given what is kept already."""
+        node, coords, what = self.settle(node, coords)
+        key = (node, coords)
+        if key in seen or key in self.keeps or what in ("const", "reduction") or \
+                not any(c.axes & self.col_set for c in coords):  # fmt: skip
+            return 0
+        seen.add(key)
+        inputs = () if what == "leaf" else node.inputs
+        return 1 + sum(self._price(i, operand_coords(node, i, coords), seen) for i in inputs)
 
     # -- the row loop
 
@@ -377,10 +453,12 @@ class StageEmitter:
         self, begin: str, end: str, step: str, rows: list[Axis], lines: list[str]
     ) -> list[str]:
         e = self.e
-        names = [e.axis(a) for a in rows]
+        left = [a for a in rows if a not in self.merged]
+        names = [e.axis(a) for a in left]
         row = f"Row{self.k}"
         fields = f"int {', '.join(names)};" if names else "char none;"
-        values = ", ".join(decompose("r", rows, narrow=True)) if names else "0"
+        extents = [product(a.extent for a in rows if self.merged.get(a, a) is b) for b in left]
+        values = ", ".join(decompose("r", extents, narrow=True)) if names else "0"
         unpack = [f"const i64 {n} = q.{n};" for n in names]
         used = "\n".join(lines)
         unpack_body = [f"const i64 {n} = row.{n};" for n in names if f"{n}" in used]
@@ -390,17 +468,17 @@ class StageEmitter:
         lambdas = [f"const auto fetch{k} = [&](const {row}& q) {{", *indent(unpack),
                    *indent(self.fetches), "};"]  # fmt: skip
         if ring:
-            lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q) {{", *indent(unpack),
+            lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{", *indent(unpack),
                         *indent(self.ring_fetches), "};"]  # fmt: skip
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
             word = f"rows_ring<{e.schedule.depth}>"
-        also = f", fetch_ring{k}" if ring else ""
+        also, slot = (f", fetch_ring{k}", "(int slot)") if ring else ("", "")
         return [
             f"struct {row} {{ {fields} }};",
             f"const auto row_of{k} = [&](int r) {{ return {row}{{{values}}}; }};",
             *lambdas,
-            f"const auto advance{k} = [&] {{ {' '.join(self.advances)} }};",
+            f"const auto advance{k} = [&]{slot} {{ {' '.join(self.advances)} }};",
             f"mf::{word}({begin}, {end}, {step}, row_of{k}, fetch{k}{also}, advance{k}, "
             f"[&](const {row}& row) {{",
             *indent(unpack_body), *indent(keeps), *indent(lines),
@@ -414,9 +492,3 @@ def _targets(stage: Stage) -> set[Node]:
 
 def _place(pointer: str, where: Access) -> str:
     return pointer if where.row == "0" else f"{pointer} + {where.row}"
-
-
-def _column(where: Access) -> str:
-    capture = "&a" if where.symbolic_column else ""
-    result = "i64" if where.symbolic_column else "int"
-    return f"[{capture}](int c) -> {result} {{ return {where.column or '0'}; }}"

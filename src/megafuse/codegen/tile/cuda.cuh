@@ -179,27 +179,11 @@ MF_FN real to_bf16(real x) {
 MF_FN real to_f16(real x) { return ptx::low_f16(ptx::pair_f16(float(x), 0.f)); }
 }  // namespace scalar
 
-template <int BYTES>
-MF_FN void write_raw(void* p, const Raw<BYTES>& r) {
-  if constexpr (BYTES == 1) {
-    *(unsigned char*)p = (unsigned char)r.w[0];
-  } else if constexpr (BYTES == 2) {
-    *(unsigned short*)p = (unsigned short)r.w[0];
-  } else if constexpr (BYTES == 4) {
-    *(unsigned*)p = r.w[0];
-  } else if constexpr (BYTES == 8) {
-    *(uint2*)p = make_uint2(r.w[0], r.w[1]);
-  } else {
-    MF_UNROLL for (int i = 0; i < BYTES / 16; ++i)
-      ((uint4*)p)[i] = make_uint4(r.w[4 * i], r.w[4 * i + 1], r.w[4 * i + 2], r.w[4 * i + 3]);
-  }
-}
-
 template <class T>
 MF_FN void write_one(T* p, real v) {
   Raw<sizeof(T)> r;
   Storage<T>::put(r.w, &v, 1);
-  write_raw<sizeof(T)>(p, r);
+  ptx::write_global(p, r);
 }
 }  // namespace mf
 

@@ -286,26 +286,32 @@ MF_FN Stream<C, T, A, false, Col> long_stream(Col col) { return {col}; }
 template <class C, class T, int A, bool FRESH = false, class Col>
 MF_FN Stream<C, T, A, true, Col> long_splat(Col col) { return {col}; }
 
+// On a GPU a table of the columns' places; here they are computed.
+template <class C, int A, class Team, class Col>
+MF_FN Col table(const Team&, Col col) { return col; }
+
 // On a GPU a ring holds rows on their way in shared memory; here the caches do.
 template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
 MF_FN Stream<C, T, A, false, Col> ring(Col col) { return {col}; }
+template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
+MF_FN Stream<C, T, A, true, Col> ring_splat(Col col) { return {col}; }
 template <int DEPTH, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
 MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
                      const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
-  const auto both = [&](const auto& row) { fetch(row); fetch_ring(row); };
-  rows(begin, end, step, row_of, both, advance, body);
+  const auto both = [&](const auto& row) { fetch(row); fetch_ring(row, 0); };
+  rows(begin, end, step, row_of, both, [&] { advance(0); }, body);
 }
 
 // A tensor that every row reads at the same place: parameters.
-template <class C, class T, int A, class Team, class Col>
+template <class C, class T, int A, bool FRESH = false, class Team, class Col>
 MF_FN Stream<C, T, A, false, Col> hold(const Team&, const T* base, Col col) {
   return {col, base, base};
 }
-template <class C, class T, int A, class Team, class Col>
+template <class C, class T, int A, bool FRESH = false, class Team, class Col>
 MF_FN Stream<C, T, A, true, Col> hold_splat(const Team&, const T* base, Col col) {
   return {col, base, base};
 }
-template <class C, class T, int A, class Team, class Col>
+template <class C, class T, int A, bool FRESH = false, class Team, class Col>
 MF_FN Stream<C, T, A, false, Col> long_hold(const Team&, const T* base, Col col) {
   return {col, base, base};
 }

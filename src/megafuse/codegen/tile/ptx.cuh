@@ -15,6 +15,17 @@ struct Raw {
 
 namespace ptx {
 
+// The same value, and the compiler does not know that.
+MF_FN int hidden(int x) {
+  asm("" : "+r"(x));
+  return x;
+}
+template <class T>
+MF_FN T* hidden(T* p) {
+  asm("" : "+l"(p));
+  return p;
+}
+
 // The larger or smaller, and a NaN comes through: one instruction.
 MF_FN float max_nan(float a, float b) {
   float r;
@@ -66,6 +77,25 @@ MF_FN float high_f16(unsigned w) {
   return r;
 }
 
+// Stores to global memory, as wide as they are written: from a C++ structure of four words the
+// compiler may make four stores, and a warp then sends every sector four times.
+template <int BYTES>
+MF_FN void write_global(void* p, const Raw<BYTES>& r) {
+  if constexpr (BYTES == 1) {
+    asm volatile("st.global.u8 [%0], %1;" ::"l"(p), "r"(r.w[0]) : "memory");
+  } else if constexpr (BYTES == 2) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"((unsigned short)r.w[0]) : "memory");
+  } else if constexpr (BYTES == 4) {
+    asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(r.w[0]) : "memory");
+  } else if constexpr (BYTES == 8) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(r.w[0]), "r"(r.w[1]) : "memory");
+  } else {
+    MF_UNROLL for (int i = 0; i < BYTES / 16; ++i) asm volatile(
+        "st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"((char*)p + 16 * i), "r"(r.w[4 * i]),
+        "r"(r.w[4 * i + 1]), "r"(r.w[4 * i + 2]), "r"(r.w[4 * i + 3]) : "memory");
+  }
+}
+
 // Copies from global to shared memory that no register waits for. Groups complete in order.
 template <int BYTES>
 MF_FN void copy_async(unsigned shared, const void* global) {
@@ -86,6 +116,17 @@ MF_FN void read_shared(unsigned* w, unsigned shared) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared));
   } else {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(shared));
+  }
+}
+template <int BYTES>
+MF_FN void write_shared(unsigned shared, const unsigned* w) {
+  if constexpr (BYTES == 16) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(w[0]), "r"(w[1]),
+                 "r"(w[2]), "r"(w[3]) : "memory");
+  } else if constexpr (BYTES == 8) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(w[0]) : "memory");
   }
 }
 MF_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -4,6 +4,26 @@ namespace mf {
 
 // ---- reading rows -------------------------------------------------------------------------------
 
+// Where a column lies: a function of the column, or, where that costs a division, a table of this
+// thread's own runs. Tables, and the row's address, are hidden from the compiler: it would put the
+// index arithmetic of both together again, for every access.
+template <class C, int RUN>
+struct Table { int off[C::steps][C::lanes / RUN]; };
+template <class C, int A, class Team, class Col>
+MF_FN auto table(const Team& team, const Col& col) {
+  constexpr int RUN = A < C::lanes ? A : C::lanes;
+  Table<C, RUN> t;
+  MF_STEPS(j, C)
+    MF_LANES(p, C::lanes / RUN) t.off[j][p] = ptx::hidden(col(C::column(team, j) + p * RUN));
+  return t;
+}
+template <class C, class Team, class Col>
+MF_FN auto place(const Team& team, const Col& col, int j, int i) {
+  return col(C::column(team, j) + i);
+}
+template <class C, class Team, int RUN>
+MF_FN int place(const Team&, const Table<C, RUN>& t, int j, int i) { return t.off[j][i / RUN]; }
+
 // One row's worth of a tensor in this thread's registers. Every aligned run of A columns lies
 // together in memory (SPLAT: shares the one element at its first column's offset).
 template <class C, class T, int A, bool SPLAT>
@@ -16,9 +36,10 @@ struct Tile {
 
   template <class Reader, class Team, class Col>
   MF_FN void load(const Team& team, int j, const T* base, const Col& col) {
-    const int c = C::column(team, j);
+    const T* row = ptx::hidden(base);
     if (C::live(team, j) == V) {
-      MF_LANES(p, RUNS) Reader::template load<BYTES>(raw[p], base + col(c + p * RUN));
+      MF_LANES(p, RUNS)
+      Reader::template load<BYTES>(raw[p], row + place<C>(team, col, j, p * RUN));
     } else {
       MF_LANES(p, RUNS) MF_LANES(i, Raw<BYTES>::words) raw[p].w[i] = 0u;
     }
@@ -59,57 +80,77 @@ MF_FN auto splat(Col col) { return Stream<C, T, A, true, FRESH, Col>(col); }
 #define MF_DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) unsigned char NAME[]
 #endif
 
+// Where this thread's PIECE bytes lie in an array of the block's shared memory at `offset`.
+template <int PIECE>
+MF_FN unsigned own_shared(int offset) {
+  MF_DYNAMIC_SHARED(mf_shared);
+  return unsigned(__cvta_generic_to_shared(mf_shared)) + offset + threadIdx.x * PIECE;
+}
+
 // A tensor read along the rows with DEPTH rows on their way, in shared memory instead of registers.
 // Each thread copies and reads back its own vectors only, so no thread waits for another. OFFSET:
 // where in the block's shared memory the slots of this tensor begin. Used inside mf::rows_ring.
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
+template <class C, class T, int A, bool SPLAT, int DEPTH, int OFFSET, int THREADS, class Col>
 struct Ring {
-  static constexpr int V = C::lanes, RUN = A < V ? A : V, BYTES = RUN * int(sizeof(T));
-  static constexpr int PIECE = BYTES < 16 ? BYTES : 16, PIECES = V * int(sizeof(T)) / PIECE;
+  static constexpr int V = C::lanes, RUN = A < V ? A : V, UNIT = SPLAT ? 1 : RUN;
+  static constexpr int BYTES = UNIT * int(sizeof(T)), PIECE = BYTES < 16 ? BYTES : 16;
+  static constexpr int PER = PIECE / int(sizeof(T)), PIECES = V / RUN * (BYTES / PIECE);
+  static_assert(PIECE >= 4, "the machine copies 4 bytes at least");
   // Slot layout [depth][step][piece][thread][PIECE]: neighbouring threads, neighbouring banks.
   static constexpr int PER_PIECE = THREADS * PIECE, PER_ROW = C::steps * PIECES * PER_PIECE;
   Col col;
-  unsigned head = DEPTH - 1, tail = DEPTH - 1;  // the slot being read; the last one filled
+  int slot = 0;  // the one being read
   MF_FN explicit Ring(Col c) : col(c) {}
-  MF_FN static unsigned own() {
-    MF_DYNAMIC_SHARED(mf_shared);
-    return unsigned(__cvta_generic_to_shared(mf_shared)) + OFFSET + threadIdx.x * PIECE;
-  }
   template <class Team>
-  MF_FN void fetch(const Team& team, const T* row) {
-    tail = tail + 1 == DEPTH ? 0 : tail + 1;
+  MF_FN void fetch(const Team& team, const T* base, int into) {
+    const T* row = ptx::hidden(base);
     MF_STEPS(j, C) {
-      const int c = C::column(team, j);
       if (C::live(team, j) == V) {
         MF_LANES(p, PIECES) {
-          constexpr int PER = PIECE / int(sizeof(T));  // columns of a piece
-          const int at = p * PER;
-          const T* from = row + col(c + at / RUN * RUN) + at % RUN;
-          ptx::copy_async<PIECE>(own() + tail * PER_ROW + (j * PIECES + p) * PER_PIECE, from);
+          const T* from = row + place<C>(team, col, j, p * PER / UNIT * RUN) + p * PER % UNIT;
+          ptx::copy_async<PIECE>(own_shared<PIECE>(OFFSET) + into * PER_ROW +
+                                     (j * PIECES + p) * PER_PIECE, from);
         }
       }
     }
   }
-  MF_FN void advance() { head = head + 1 == DEPTH ? 0 : head + 1; }
+  MF_FN void advance(int to) { slot = to; }
   template <class Team>
   MF_FN Vec<V> at(const Team& team, int j) const {
-    Raw<V * int(sizeof(T))> raw;
+    constexpr int WORDS = PIECE / 4;
+    unsigned raw[PIECES * WORDS];
     if (C::live(team, j) == V) {
-      MF_LANES(p, PIECES) {
-        Raw<PIECE> piece;
-        ptx::read_shared<PIECE>(piece.w, own() + head * PER_ROW + (j * PIECES + p) * PER_PIECE);
-        MF_LANES(i, Raw<PIECE>::words) raw.w[p * (PIECE / 4) + i] = piece.w[i];
-      }
+      MF_LANES(p, PIECES)
+      ptx::read_shared<PIECE>(raw + p * WORDS, own_shared<PIECE>(OFFSET) + slot * PER_ROW +
+                                                   (j * PIECES + p) * PER_PIECE);
     } else {
-      MF_LANES(i, Raw<V * int(sizeof(T))>::words) raw.w[i] = 0u;
+      MF_LANES(i, PIECES * WORDS) raw[i] = 0u;
     }
     Vec<V> v;
-    MF_LANES(i, V) v.e[i] = Storage<T>::get(raw.w, i);
+    MF_LANES(i, V) v.e[i] = Storage<T>::get(raw, SPLAT ? i / RUN : i);
     return v;
   }
 };
 template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
-MF_FN auto ring(Col col) { return Ring<C, T, A, DEPTH, OFFSET, THREADS, Col>(col); }
+MF_FN auto ring(Col col) { return Ring<C, T, A, false, DEPTH, OFFSET, THREADS, Col>(col); }
+template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
+MF_FN auto ring_splat(Col col) { return Ring<C, T, A, true, DEPTH, OFFSET, THREADS, Col>(col); }
+
+// One value a row, in a ring: every thread has a copy of its own.
+template <class T, int DEPTH, int OFFSET, int THREADS>
+struct ScalarRing {
+  static constexpr int BYTES = int(sizeof(T)), PER_ROW = THREADS * BYTES;
+  int slot = 0;
+  MF_FN void fetch(const T* p, int into) {
+    ptx::copy_async<BYTES>(own_shared<BYTES>(OFFSET) + into * PER_ROW, p);
+  }
+  MF_FN void advance(int to) { slot = to; }
+  MF_FN real value() const {
+    unsigned raw[BYTES / 4];
+    ptx::read_shared<BYTES>(raw, own_shared<BYTES>(OFFSET) + slot * PER_ROW);
+    return Storage<T>::get(raw, 0);
+  }
+};
 
 // mf::rows with the rings DEPTH - 1 rows ahead of the body; fetch_ring starts their copies.
 template <int DEPTH, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
@@ -117,20 +158,23 @@ MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fe
                      const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
   if (begin >= end) return;
   MF_UNROLL for (int d = 0; d < DEPTH - 1; ++d) {
-    if (begin + d * step < end) fetch_ring(row_of(begin + d * step));
+    if (begin + d * step < end) fetch_ring(row_of(begin + d * step), d);
     ptx::copy_commit();
   }
   auto next = row_of(begin);
   fetch(next);
+  int read = 0, fill = DEPTH - 1;  // slots, the same in every ring
   MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
     const auto row = next;
-    advance();
+    advance(read);
     if (r + step < end) {
       next = row_of(r + step);
       fetch(next);
     }
     // The slot filled now is the one the last body read, by this very thread.
-    if (r + (DEPTH - 1) * step < end) fetch_ring(row_of(r + (DEPTH - 1) * step));
+    if (r + (DEPTH - 1) * step < end) fetch_ring(row_of(r + (DEPTH - 1) * step), fill);
+    fill = read;
+    read = read + 1 == DEPTH ? 0 : read + 1;
     ptx::copy_commit();
     ptx::copy_wait<DEPTH - 1>();
     body(row);
@@ -161,35 +205,46 @@ template <class C, class T, int A, bool FRESH = false, class Col>
 MF_FN LongStream<C, T, A, true, FRESH, Col> long_splat(Col col) {
   return {col, nullptr, nullptr};
 }
-template <class C, class T, int A, class Team, class Col>
-MF_FN LongStream<C, T, A, false, false, Col> long_hold(const Team&, const T* base, Col col) {
+template <class C, class T, int A, bool FRESH = false, class Team, class Col>
+MF_FN LongStream<C, T, A, false, FRESH, Col> long_hold(const Team&, const T* base, Col col) {
   return {col, base, base};
 }
 
-// A tensor that every row reads at the same place (parameters): loaded once, packed.
-template <class C, class T, int A, bool SPLAT>
+// A tensor that all rows, or all rows of a group, read at the same place: loaded once, packed.
+template <class C, class T, int A, bool SPLAT, bool FRESH, class Team, class Col>
 struct Hold {
   Tile<C, T, A, SPLAT> tile[C::steps];
-  template <class Team>
+  MF_FN Hold(const Team& team, const T* base, const Col& col) {
+    MF_STEPS(j, C)
+    tile[j].template load<typename ReaderFor<FRESH, Once>::type>(team, j, base, col);
+  }
   MF_FN Vec<C::lanes> at(const Team&, int j) const { return tile[j].unpack(); }
 };
-template <class C, class T, int A, bool SPLAT = false, class Team, class Col>
-MF_FN Hold<C, T, A, SPLAT> hold(const Team& team, const T* base, Col col) {
-  Hold<C, T, A, SPLAT> h;
-  MF_STEPS(j, C) h.tile[j].template load<Once>(team, j, base, col);
-  return h;
+template <class C, class T, int A, bool FRESH = false, class Team, class Col>
+MF_FN auto hold(const Team& team, const T* base, Col col) {
+  return Hold<C, T, A, false, FRESH, Team, Col>(team, base, col);
 }
-template <class C, class T, int A, class Team, class Col>
-MF_FN Hold<C, T, A, true> hold_splat(const Team& team, const T* base, Col col) {
-  return hold<C, T, A, true>(team, base, col);
+template <class C, class T, int A, bool FRESH = false, class Team, class Col>
+MF_FN auto hold_splat(const Team& team, const T* base, Col col) {
+  return Hold<C, T, A, true, FRESH, Team, Col>(team, base, col);
 }
 
-// One value a row, fetched one row ahead by every thread of the team (one line, one request).
+// One element that all rows, or all rows of a group, share.
+template <class T>
+MF_FN real load(const T& x) {
+  Raw<sizeof(T)> r;
+  Fresh::load<sizeof(T)>(r, &x);
+  return Storage<T>::get(r.w, 0);
+}
+
+// One value a row, fetched one row ahead by every thread of the team (one line, one request). The
+// index, 0 in every launch, keeps the assembler from knowing that a warp's lanes all load the same:
+// it would move the value to a uniform register at once, and wait for it there.
 template <class T, bool FRESH = false>
 struct Scalar {
   Raw<sizeof(T)> next, current;
   MF_FN void fetch(const T* p) {
-    ReaderFor<FRESH, Once>::type::template load<sizeof(T)>(next, p);
+    ReaderFor<FRESH, Once>::type::template load<sizeof(T)>(next, p + threadIdx.y);
   }
   MF_FN void advance() { current = next; }
   MF_FN real value() const { return Storage<T>::get(current.w, 0); }
@@ -202,12 +257,12 @@ template <class C, class T, int A, class Team, class Col>
 MF_FN void store(const Team& team, int j, T* base, const Col& col, const Vec<C::lanes>& v) {
   constexpr int V = C::lanes, RUN = A < V ? A : V, BYTES = RUN * int(sizeof(T));
   static_assert(V % RUN == 0 && A % RUN == 0, "runs must tile the vector, or vectors the run");
-  const int c = C::column(team, j);
   if (C::live(team, j) == 0) return;
+  T* row = ptx::hidden(base);
   MF_LANES(p, V / RUN) {
     Raw<BYTES> r;
     Storage<T>::put(r.w, v.e + p * RUN, RUN);
-    write_raw<BYTES>(base + col(c + p * RUN), r);
+    ptx::write_global(row + place<C>(team, col, j, p * RUN), r);
   }
 }
 

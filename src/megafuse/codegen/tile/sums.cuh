@@ -11,7 +11,7 @@ MF_FN void write_partials(float* p, const real* v) {
   MF_LANES(i, V / RUN) {
     Raw<4 * RUN> r;
     Storage<float>::put(r.w, v + i * RUN, RUN);
-    write_raw<4 * RUN>(p + i * RUN, r);
+    ptx::write_global(p + i * RUN, r);
   }
 }
 
@@ -58,6 +58,55 @@ struct Column {
       s[i] = lost == lost ? lost : 0.f;  // t is infinite or NaN, and stays so
     }
     write_partials<C::lanes>(p, t);
+  }
+};
+
+// The same with the sums in shared memory, where they cost no registers: every thread adds to its
+// own columns. OFFSET: where in the block's shared memory. For 16-bit storage only.
+template <class C, int OFFSET, int THREADS>
+struct SharedColumn {
+  static constexpr int V = C::lanes, RUN = V % 4 == 0 ? 4 : V % 2 == 0 ? 2 : 1, BYTES = 4 * RUN;
+  float* own;
+  template <class Team>
+  MF_FN SharedColumn(const Team& team, float* partials)
+      : own(partials + team.part() * C::columns) {
+    const float zero[RUN] = {};
+    MF_STEPS(j, C) MF_LANES(p, V / RUN) put(slot(j, p), zero);
+  }
+  template <class Team>
+  MF_FN void add(const Team&, int j, const Vec<V>& v) {
+    MF_LANES(p, V / RUN) {
+      float sum[RUN];
+      get(sum, slot(j, p));
+      MF_LANES(i, RUN) sum[i] += float(v.e[p * RUN + i]);
+      put(slot(j, p), sum);
+    }
+  }
+  template <class Team>
+  MF_FN void write(const Team& team) {
+    MF_STEPS(j, C)
+      if (C::live(team, j)) {
+        MF_LANES(p, V / RUN) {
+          float sum[RUN];
+          get(sum, slot(j, p));
+          MF_LANES(i, RUN) own[C::column(team, j) + p * RUN + i] = sum[i];
+        }
+      }
+  }
+
+ private:
+  MF_FN static unsigned slot(int j, int p) {
+    return own_shared<BYTES>(OFFSET) + (j * (V / RUN) + p) * THREADS * BYTES;
+  }
+  MF_FN static void get(float* v, unsigned from) {
+    unsigned w[RUN];
+    ptx::read_shared<BYTES>(w, from);
+    MF_LANES(i, RUN) v[i] = __uint_as_float(w[i]);
+  }
+  MF_FN static void put(unsigned to, const float* v) {
+    unsigned w[RUN];
+    MF_LANES(i, RUN) w[i] = __float_as_uint(v[i]);
+    ptx::write_shared<BYTES>(to, w);
   }
 };
 
