@@ -288,7 +288,7 @@ struct kinds {
     mf::Scalar<i64> s;
     b.fetch(team, a.b); b.advance();
     i.fetch(team, a.i); i.advance();
-    s.fetch(a.l); s.advance();
+    s.fetch(a.l); s.turn(); s.pick(team, 0);
     mf::Keep<C> kept;
     MF_STEPS(j, C) kept.put(j, b.at(team, j) * i.at(team, j) + l.at(team, j) * s.value());
     MF_STEPS(j, C) mf::store<C, float, 4>(team, j, a.out, same, kept.at(j));

@@ -137,12 +137,21 @@ struct b3 {{
       u.fetch(team, a.z + q.b * {2 * n});
       g.fetch(team, a.z + q.b * {2 * n});
       d.fetch(team, a.dh + q.b * {n});
+    }};
+    const auto scalars = [&](const Row& q) {{
       m0.fetch(a.stats + q.b * 4); i0.fetch(a.stats + q.b * 4 + 1);
       m1.fetch(a.stats + q.b * 4 + 2); i1.fetch(a.stats + q.b * 4 + 3);
     }};
+    mf::Turns<Team> turns(begin, end, 1);
+    turns.fetch(team, row_of, scalars);
     const auto advance = [&] {{
       u.advance(); g.advance(); d.advance();
-      m0.advance(); i0.advance(); m1.advance(); i1.advance();
+      if (turns.over()) {{
+        m0.turn(); i0.turn(); m1.turn(); i1.turn();
+        turns.fetch(team, row_of, scalars);
+      }}
+      m0.pick(team, turns.lane); i0.pick(team, turns.lane);
+      m1.pick(team, turns.lane); i1.pick(team, turns.lane);
     }};
     mf::rows(begin, end, 1, row_of, fetch, advance, [&](const Row& row) {{
       mf::Sum<C> s0, s1, s2, s3;
@@ -300,9 +309,16 @@ struct words {{
     const auto same = [](int c) {{ return c; }};
     auto x0 = mf::stream<C, {dtype}, {s.run}>(same);
     mf::Scalar<float> s0;
-    const auto fetch = [&](i64 r) {{ x0.fetch(team, a.x + r * {s.columns}); s0.fetch(a.s + r); }};
-    const auto advance = [&] {{ x0.advance(); s0.advance(); }};
+    const auto fetch = [&](i64 r) {{ x0.fetch(team, a.x + r * {s.columns}); }};
+    const auto scalars = [&](i64 r) {{ s0.fetch(a.s + r); }};
     const auto row_of = [](i64 r) {{ return r; }};
+    mf::Turns<Team> turns(team.part(), team.part() + 1, 1);
+    turns.fetch(team, row_of, scalars);
+    const auto advance = [&] {{
+      x0.advance();
+      if (turns.over()) {{ s0.turn(); turns.fetch(team, row_of, scalars); }}
+      s0.pick(team, turns.lane);
+    }};
     mf::rows(team.part(), team.part() + 1, 1, row_of, fetch, advance, [&](i64 row) {{
       const mf::real s = s0.value();
       mf::Max<C> most;

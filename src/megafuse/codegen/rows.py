@@ -113,7 +113,7 @@ def emit_rows(
     return RowKernel(
         name, "\n".join(lines) + "\n", list(e.args.values()), schedule, kept, e.partials,
         f"{name}_finish" if finish else None, e.fast,
-        e.shared + max(s.rings for s in stages),
+        max(s.rings for s in stages),
     )  # fmt: skip
 
 

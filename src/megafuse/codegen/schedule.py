@@ -6,6 +6,8 @@ alone, so that two processes on one machine compute bitwise the same.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +16,7 @@ import torch
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
 from megafuse.index import offset
-from megafuse.ir import evaluate, product
+from megafuse.ir import Node, evaluate, product
 
 WIDEST = 8  # lanes of a vector on the device: 16 bytes of a 16-bit type
 HOST_LANES = 32
@@ -36,21 +38,22 @@ class StageSchedule:
 class Schedule:
     """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
     blocks a multiprocessor must be able to hold, which caps a thread's registers; depth: rows of
-    the streamed tensors on their way in shared memory (0: registers); ahead: the next row's loads
-    are issued before this row's arithmetic; hold: parameters stay in registers from row to row;
-    keep: so do a row's intermediate values from phase to phase, where computing them again costs
-    more; shared_sums: column sums live in shared memory; in_turn: parts take rows in turn, so that
-    all of them read one moving window of memory, instead of a span of rows each."""
+    the streamed tensors on their way in shared memory (0: registers); lazy: they are read from
+    there in every phase instead of once; ahead: without a ring, the next row's loads are issued
+    before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
+    row's intermediate values from phase to phase, where computing them again costs more; in_turn:
+    parts take rows in turn, so that together they read one moving window of memory, instead of a
+    span of rows each."""
 
     team: int
     teams: int
     stages: tuple[StageSchedule, ...]
     blocks: int = 1
     depth: int = 0
+    lazy: bool = False
     ahead: bool = True
     hold: bool = True
-    keep: bool = False
-    shared_sums: bool = False
+    keep: bool = True
     in_turn: bool = True
 
     @property
@@ -69,7 +72,7 @@ def host_schedule(region: RowRegion) -> Schedule:
     for stage in region.stages:
         n = columns_of(stage)
         stages.append(StageSchedule(n, HOST_LANES, -(-n // HOST_LANES), n > HOST_CARRY))
-    return Schedule(1, 1, tuple(stages), in_turn=False)
+    return Schedule(1, 1, tuple(stages), keep=False, in_turn=False)
 
 
 ELEMENTS = (40, 24, 8, 4, 2, 1)
@@ -77,11 +80,21 @@ ELEMENTS = (40, 24, 8, 4, 2, 1)
 
 FEW = 8  # elements of a thread, one vector of them
 
-# (depth, ahead, hold), in the order tried
-ROW_WAYS = ((0, True, False), (2, True, False), (0, False, False), (0, True, True))
-GROUP_WAYS = ((2, True, False), (0, True, False), (0, False, False), (0, True, True))
-COLUMN_WAYS = ((2, True, True), (2, True, False), (0, True, True))
-NARROW_COLUMN_WAYS = ((0, True, True), (2, True, True), (2, True, False), (0, True, False))
+
+@dataclass(frozen=True)
+class _Way:
+    """How a row's tensors reach the arithmetic: see Schedule."""
+
+    ring: bool
+    hold: bool
+    lazy: bool = False
+    ahead: bool = True
+
+
+ROW_WAYS = (_Way(True, True), _Way(True, True, lazy=True), _Way(True, False), _Way(False, False),
+            _Way(False, False, ahead=False), _Way(False, True))  # fmt: skip
+COLUMN_WAYS = (_Way(True, True), _Way(True, False), _Way(False, True), _Way(False, False))
+FEW_WAYS = (_Way(False, True), _Way(False, False), _Way(False, False, ahead=False))
 
 MANY_ROWS = 8_192
 """From here on there are rows enough for every multiprocessor whatever the layout."""
@@ -90,42 +103,47 @@ THREADS = 256  # of a block, where a row needs fewer
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
+ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
 
 
 def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     """Layouts in order of preference. The builder takes the first that the assembler fits into
     registers without spilling. rows: how many there are, roughly.
 
-    The order is what `benchmarks/rows.py --sweep` found on an H200: what costs time is the
-    instructions and barriers of a row, not the number of loads under way. So few threads share a
-    row, each with many elements; parameters are read again from the cache, and where column sums
-    or groups fill the registers the streams go through shared memory.
+    The order is what sweeps on an H200 found (docs/perf-log.md): few threads share a row, each with
+    many elements, because instructions and barriers of a row are what costs; streams go through
+    rings in shared memory, because the assembler issues register prefetches too late; parameters
+    and intermediate values stay in registers where there is room.
     """
     columns = any(r.kind == "column" for r in region.roots)
-    for elements in ELEMENTS:
-        if rows < MANY_ROWS and elements > FEW:
-            continue  # few rows: threads are what there is plenty of
-        ways: tuple[tuple[int, bool, bool], ...]
-        if region.kind == "group":
-            ways = GROUP_WAYS
-        elif columns:
-            ways = COLUMN_WAYS if elements > FEW else NARROW_COLUMN_WAYS
-        else:
-            ways = ROW_WAYS
-        team = _team(region, elements)
-        stages = tuple(_layout(stage, team) for stage in region.stages)
-        teams = max(1, (THREADS if rows >= MANY_ROWS else 64) // team)
-        if region.kind == "group":
+    many, group = rows >= MANY_ROWS, region.kind == "group"
+    # Few rows: threads are what there is plenty of.
+    sizes = ELEMENTS if many else [e for e in ELEMENTS if e <= FEW]
+    ways = (COLUMN_WAYS if columns else ROW_WAYS) if many else FEW_WAYS
+    order = [(e, w) for e in sizes for w in ways]
+    if columns:  # held parameters count for more than few threads
+        order = [(e, w) for w in ways for e in sizes]
+    for elements, way in order:
+        team, widest = _team(region, elements)
+        stages = tuple(_layout(stage, team, widest) for stage in region.stages)
+        teams = max(1, (THREADS if many else 64) // team)
+        if group:
             teams = min(teams, 4)
-        for depth, ahead, hold in ways:
-            schedule = Schedule(team, teams, stages, 1, depth, ahead, hold)
-            fits = all(
-                _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
-                and _ring_bytes(s, schedule) <= SHARED
-                for s, x in zip(region.stages, stages, strict=True)
-            )
-            if fits or elements == ELEMENTS[-1]:
-                yield schedule
+        depth = max(_depth(s, teams) for s in region.stages) if way.ring else 0
+        schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
+        fits = all(
+            _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
+            and _ring_bytes(s, schedule) <= SHARED
+            for s, x in zip(region.stages, stages, strict=True)
+        )
+        if fits or elements == ELEMENTS[-1]:
+            yield schedule
+
+
+def _depth(stage: Stage, teams: int) -> int:
+    """Rows in a ring: enough bytes beyond the one that is worked on."""
+    row = teams * columns_of(stage) * sum(d.itemsize for d, varies in _streams(stage) if varies)
+    return min(4, 1 + max(1, -(-ON_THE_WAY // max(row, 1))))
 
 
 def _lanes(stage: Stage) -> int:
@@ -140,14 +158,25 @@ def _lanes(stage: Stage) -> int:
 
 
 def _streams(stage: Stage) -> list[tuple[torch.dtype, bool]]:
-    """(dtype, whether it changes from row to row) of every tensor read along the row."""
-    cols = set(stage.settled_cols())
+    """(dtype, whether it changes from row to row) of every tensor that rows take along: read along
+    the row in runs, and not so small that it is read where it is used."""
+    cols = stage.settled_cols()
     seen = {
-        (read.node, read.coords): any(c.axes - cols for c in read.coords)
+        (read.node, read.coords): any(c.axes - set(cols) for c in read.coords)
         for root in stage.roots for read in root.reads
-        if any(c.axes & cols for c in read.coords)
+        if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1
     }  # fmt: skip
-    return [(node.dtype, varies) for (node, _), varies in seen.items()]
+    return [(n.dtype, varies) for (n, _), varies in seen.items() if not (varies and is_small(n))]
+
+
+CACHED = 16_384
+"""Bytes of a tensor that stays in the nearest cache however often its rows are read."""
+
+
+def is_small(node: Node) -> bool:
+    """Whether rows of the tensor are read where they are used, from the nearest cache."""
+    numbers = [d for d in node.shape if isinstance(d, int)]
+    return len(numbers) == len(node.shape) and math.prod(numbers) * node.dtype.itemsize <= CACHED
 
 
 def _registers(stage: Stage, schedule: Schedule) -> float:
@@ -159,6 +188,8 @@ def _registers(stage: Stage, schedule: Schedule) -> float:
             need += words if schedule.hold else 0
         elif schedule.depth == 0:
             need += words * (2 if schedule.ahead else 1)
+        elif not schedule.lazy:
+            need += words
     return need + sum(r.kind == "column" for r in stage.roots)
 
 
@@ -167,8 +198,8 @@ def _ring_bytes(stage: Stage, schedule: Schedule) -> int:
     return schedule.depth * schedule.teams * columns_of(stage) * moving
 
 
-def _layout(stage: Stage, team: int) -> StageSchedule:
-    n, lanes = columns_of(stage), _lanes(stage)
+def _layout(stage: Stage, team: int, widest: int = WIDEST) -> StageSchedule:
+    n, lanes = columns_of(stage), min(_lanes(stage), widest)
     steps = -(-(n // lanes) // team)
     return StageSchedule(n, lanes, steps, steps * lanes > MOST_ELEMENTS)
 
@@ -176,24 +207,25 @@ def _layout(stage: Stage, team: int) -> StageSchedule:
 MOST_ELEMENTS = 64  # a thread with more walks its row in a loop and reads it again in each phase
 
 
-def _team(region: RowRegion, elements: int) -> int:
-    """Threads a row: as few as hold it with at most `elements` each, and few of them idle."""
-    best: tuple[float, int] | None = None
-    for team in [1, 2, 4, 8, 16, *range(32, 1025, 32)]:
+def _team(region: RowRegion, elements: int) -> tuple[int, int]:
+    """(threads a row, lanes of a vector at most): as few threads as hold the row with at most
+    `elements` each, few of them idle, and vectors as wide as that allows."""
+    best: tuple[float, int, int] | None = None
+    for team, widest in itertools.product([1, 2, 4, 8, 16, *range(32, 1025, 32)], (WIDEST, 4)):
         waste, fits = 0.0, True
         for stage in region.stages:
-            lanes = _lanes(stage)
+            lanes = min(_lanes(stage), widest)
             vectors = columns_of(stage) // lanes
             steps = -(-vectors // team)
             fits &= steps * lanes <= max(lanes, elements)
             waste = max(waste, team * steps / vectors)
         if not fits and team < 512:
             continue
-        price = waste + 0.003 * team + (0.0 if fits else 10.0)
+        price = waste + 0.003 * team + (0.0 if fits else 10.0) + (0.05 if widest < WIDEST else 0)
         if best is None or price < best[0]:
-            best = (price, team)
+            best = (price, team, widest)
     assert best is not None
-    return best[1]
+    return best[1:]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.expr import CPP_TYPE, pointwise_cpp, rounded, scalar_cpp
-from megafuse.codegen.schedule import Schedule, StageSchedule
+from megafuse.codegen.schedule import Schedule, StageSchedule, is_small
 from megafuse.fusion.plan import Root, RowRegion, Stage
 from megafuse.fusion.roots import resolve
 from megafuse.fusion.rules.same_rows import produced
@@ -18,6 +18,10 @@ from megafuse.ops import is_reduction, pointwise
 
 KEPT = 4
 """Instructions an element from which on keeping a value pays for the register it takes."""
+
+
+COPY = 8
+"""Bytes of a copy to shared memory from which on it pays: the machine makes narrow ones slowly."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,6 @@ class Emitter:
     axis_names: dict[Axis, str] = field(default_factory=dict)
     partials: list[int] = field(default_factory=list)
     sums: list[tuple[Root, Stage, str]] = field(default_factory=list)
-    shared: int = 0  # bytes of shared memory that column sums take; rings follow them
-    summed: int = 0  # how much of it has been given out
 
     def pointer(self, node: Node, write: bool = False) -> str:
         key = ("buffer", node)
@@ -99,6 +101,7 @@ class StageEmitter:
         self.prologue: list[str] = []  # before all rows: streams, held parameters, sums
         self.group_prologue: list[str] = []  # before the rows of each group
         self.epilogue: list[str] = []
+        self.turns: dict[str, str] = {}  # scalar → its fetch
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.rings = 0  # bytes of this stage's rings; stages follow each other and share them
@@ -111,8 +114,6 @@ class StageEmitter:
         self.tables: dict[tuple[str | None, int], str] = {}
         self.counter = 0
         self.merged = self._merged_rows()
-        if e.schedule.shared_sums and not layout.long:
-            e.shared += sum(r.kind == "column" for r in stage.roots) * self._shared_row(4)
 
     # -- places and phases
 
@@ -201,6 +202,8 @@ class StageEmitter:
             if loop:
                 word = "MF_LOOP" if self.layout.long else "MF_STEPS"
                 lines += [f"{word}(j, C{self.k}) {{", *indent(loop), "}"]
+            if p == 0 and self.ring_fetches:
+                lines.append("copies();")
             lines += self._combine(sums, p)
         return lines
 
@@ -247,9 +250,6 @@ class StageEmitter:
             pointer = self.e.partial(self.layout.columns)
             name = f"{root.node.name}_col"
             kind = f"mf::{'LongColumn' if self.layout.long else 'Column'}<C{self.k}>"
-            if self.e.schedule.shared_sums and not self.layout.long:
-                kind = f"mf::SharedColumn<C{self.k}, {self.e.summed}, {self.e.schedule.threads}>"
-                self.e.summed += self._shared_row(4)
             self.prologue.append(f"{kind} {name}(team, {pointer});  // {root.node.origin}")
             self.epilogue.append(f"{name}.write(team);")
             loop.append(f"{name}.add(team, j, {value});  // {root.node.origin}")
@@ -340,12 +340,13 @@ class StageEmitter:
             pass
         elif not wide:
             self.prologue.append(f"mf::Scalar<{kind}{flag}> {name};")
-            self._fetch(name, place, "")
+            self.turns[name] = f"{name}.fetch({place});"
         else:
             word = "stream" if where.kind == "run" else "splat"
-            word = f"long_{word}" if self.layout.long else word
+            word = f"long_{word}" if self.layout.long or is_small(node) else word
             self.prologue.append(f"auto {name} = mf::{word}<{cols}{flag}>({column});")
-            self._fetch(name, place, "team, ")
+            self.fetches.append(f"{name}.fetch(team, {place});")
+            self.advances.append(f"{name}.advance();")
         self.leaves[key] = (name if wide or still is not None else f"{name}.value()", wide)
         return self.leaves[key]
 
@@ -366,28 +367,21 @@ class StageEmitter:
 
     def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""
-        schedule, layout, wide = self.e.schedule, self.layout, where.column is not None
-        unit = node.dtype.itemsize * (where.run if wide and where.kind == "run" else 1)
-        if schedule.depth < 2 or layout.long or unit % 4:
+        schedule, layout = self.e.schedule, self.layout
+        whole = where.column is not None and where.kind == "run"
+        copied = where.run * node.dtype.itemsize
+        if schedule.depth < 2 or layout.long or not whole or copied < COPY or is_small(node):
             return False
-        kind, team = CPP_TYPE[node.dtype], "team, " if wide else ""
-        rest = f"{schedule.depth}, {self.e.shared + self.rings}, {schedule.threads}>"
-        if wide:
-            word = "ring" if where.kind == "run" else "ring_splat"
-            self.prologue.append(f"auto {name} = mf::{word}<C{self.k}, {kind}, {where.run}, {rest}"
-                                 f"({self._column(where)});")  # fmt: skip
-            row = self._shared_row(node.dtype.itemsize)
-            self.rings += schedule.depth * (row if where.kind == "run" else row // where.run)
-        else:
-            self.prologue.append(f"mf::ScalarRing<{kind}, {rest} {name};")
-            self.rings += schedule.depth * -(-schedule.threads * unit // 16) * 16
-        self.ring_fetches.append(f"{name}.fetch({team}{place}, slot);")
-        self.advances.append(f"{name}.advance(slot);")
+        self.prologue.append(
+            f"auto {name} = mf::ring<C{self.k}, {CPP_TYPE[node.dtype]}, {where.run}, "
+            f"{schedule.depth}, {self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
+            f"({self._column(where)});"
+        )
+        row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
+        self.rings += schedule.depth * row
+        self.ring_fetches.append(f"{name}.fetch(team, {place}, slot);")
+        self.advances.append(f"{name}.advance(team, slot);")
         return True
-
-    def _shared_row(self, itemsize: int) -> int:
-        """Bytes of one row of every team, each thread's vectors whole."""
-        return self.layout.steps * self.layout.lanes * itemsize * self.e.schedule.threads
 
     def _stays(self, at: Affine, fresh: bool) -> list[str] | None:
         """Where a tensor that all rows of a part, or of a group, read at the same place is fetched
@@ -396,10 +390,6 @@ class StageEmitter:
         if not moving and not fresh:
             return self.prologue
         return self.group_prologue if moving <= set(self.e.region.group) else None
-
-    def _fetch(self, name: str, place: str, team: str) -> None:
-        self.fetches.append(f"{name}.fetch({team}{place});")
-        self.advances.append(f"{name}.advance();")
 
     def _plan_keeps(self, by_phase: list[list[Root]]) -> None:
         """Values that a later phase finds in registers: expensive ones, and with `schedule.keep`
@@ -470,6 +460,7 @@ class StageEmitter:
         if ring:
             lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{", *indent(unpack),
                         *indent(self.ring_fetches), "};"]  # fmt: skip
+        turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
             word = f"rows_ring<{e.schedule.depth}>"
@@ -477,13 +468,27 @@ class StageEmitter:
         return [
             f"struct {row} {{ {fields} }};",
             f"const auto row_of{k} = [&](int r) {{ return {row}{{{values}}}; }};",
-            *lambdas,
-            f"const auto advance{k} = [&]{slot} {{ {' '.join(self.advances)} }};",
+            *lambdas, *turns,
+            f"const auto advance{k} = [&]{slot} {{ {' '.join(advances)} }};",
             f"mf::{word}({begin}, {end}, {step}, row_of{k}, fetch{k}{also}, advance{k}, "
-            f"[&](const {row}& row) {{",
+            f"[&](const {row}& row{', const auto& copies' if ring else ''}) {{",
             *indent(unpack_body), *indent(keeps), *indent(lines),
             "});",
         ]  # fmt: skip
+
+
+    def _turns(self, rows: str, row: str, unpack: list[str]) -> tuple[list[str], list[str]]:
+        """Lines before the loop, and what advance() does, with the scalars of the rows."""
+        if not self.turns:
+            return [], self.advances
+        k = self.k
+        again = f"turns{k}.fetch(team, row_of{k}, scalars{k});"
+        over = " ".join([*(f"{name}.turn();" for name in self.turns), again])
+        before = [f"const auto scalars{k} = [&](const {row}& q) {{", *indent(unpack),
+                  *indent(list(self.turns.values())), "};",
+                  f"mf::Turns<Team> turns{k}({rows});", again]  # fmt: skip
+        picks = [f"{name}.pick(team, turns{k}.lane);" for name in self.turns]
+        return before, [*self.advances, f"if (turns{k}.over()) {{ {over} }}", *picks]
 
 
 def _targets(stage: Stage) -> set[Node]:

@@ -197,7 +197,7 @@ class Executor:
         grid = (shape.grid, 1, 1)
         sums = len(kernel.partial_columns)
         tiles = max((-(-c // 32) for c in kernel.partial_columns), default=1)
-        finish_grid = (min(tiles * max(1, shape.parts // shape.chunks), 4096), max(sums, 1), 1)
+        finish_grid = (min(tiles * max(1, shape.parts // shape.chunks), 1056), max(sums, 1), 1)
         empty_launch = shape.parts == 0
 
         def step(values: Values) -> None:

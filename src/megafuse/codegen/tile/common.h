@@ -198,10 +198,32 @@ struct Keep {
 
 // ---- the row loop -------------------------------------------------------------------------------
 
+// What a row has one value of (Scalar) is fetched for as many rows at once as a warp has lanes, each
+// lane one row, and a whole turn of rows ahead. Used inside advance():
+//   if (turns.over()) { x.turn(); turns.fetch(team, row_of, fetch); }   // fetch(row): x.fetch(...)
+//   x.pick(team, turns.lane);
+template <class Team>
+struct Turns {
+  i64 next, end, step;
+  int lane = Team::LANES - 1;  // whose row it is
+  MF_FN Turns(i64 b, i64 e, i64 s) : next(b), end(e), step(s) {}
+  template <class RowOf, class Fetch>
+  MF_FN void fetch(const Team& team, const RowOf& row_of, const Fetch& fetch_row) {
+    if (next >= end) return;
+    const i64 mine = next + team.lane() * step;
+    fetch_row(row_of(mine < end ? mine : end - 1));
+    next += Team::LANES * step;
+  }
+  MF_FN bool over() {
+    lane = lane + 1 == Team::LANES ? 0 : lane + 1;
+    return lane == 0;
+  }
+};
+
 // Rows begin, begin + step, ... below end, one ahead in memory: the loads of the next row are under
 // way while the body works on this one.
 //   row_of(r)   what the generated code calls a row: its indices
-//   fetch(row)  starts the loads of a row in every stream and Scalar
+//   fetch(row)  starts the loads of a row in every stream
 //   advance()   makes what was fetched the current row
 //   body(row)   computes and stores
 template <class RowOf, class Fetch, class Advance, class Body>
@@ -213,10 +235,10 @@ MF_FN void rows(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& 
   MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
     const auto row = next;
     advance();
-    if (r + step < end) {
-      next = row_of(r + step);
-      fetch(next);
-    }
+    // The last row is fetched once more: behind a branch the loads would wait for this row's
+    // arithmetic, which the compiler moves to the other side of it.
+    next = row_of(r + step < end ? r + step : r);
+    fetch(next);
     body(row);
   }
 }

@@ -225,6 +225,8 @@ struct Team {
   MF_FN explicit Team(i64 part) : number(part) {}
   MF_FN int index() const { return 0; }
   MF_FN int rank() const { return 0; }
+  static constexpr int LANES = 1;
+  MF_FN int lane() const { return 0; }
   MF_FN i64 block() const { return number; }
   MF_FN i64 part() const { return number; }
   template <class... A>
@@ -290,18 +292,6 @@ MF_FN Stream<C, T, A, true, Col> long_splat(Col col) { return {col}; }
 template <class C, int A, class Team, class Col>
 MF_FN Col table(const Team&, Col col) { return col; }
 
-// On a GPU a ring holds rows on their way in shared memory; here the caches do.
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
-MF_FN Stream<C, T, A, false, Col> ring(Col col) { return {col}; }
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
-MF_FN Stream<C, T, A, true, Col> ring_splat(Col col) { return {col}; }
-template <int DEPTH, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
-MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
-                     const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
-  const auto both = [&](const auto& row) { fetch(row); fetch_ring(row, 0); };
-  rows(begin, end, step, row_of, both, [&] { advance(0); }, body);
-}
-
 // A tensor that every row reads at the same place: parameters.
 template <class C, class T, int A, bool FRESH = false, class Team, class Col>
 MF_FN Stream<C, T, A, false, Col> hold(const Team&, const T* base, Col col) {
@@ -319,10 +309,12 @@ MF_FN Stream<C, T, A, false, Col> long_hold(const Team&, const T* base, Col col)
 // One value a row.
 template <class T, bool FRESH = false>
 struct Scalar {
-  real next = 0, current = 0;
+  real next = 0, held = 0, now = 0;
   MF_FN void fetch(const T* p) { next = load(*p); }
-  MF_FN void advance() { current = next; }
-  MF_FN real value() const { return current; }
+  MF_FN void turn() { held = next; }
+  template <class Team>
+  MF_FN void pick(const Team&, int) { now = held; }
+  MF_FN real value() const { return now; }
 };
 
 // Writes vector j of the row at `base`, in aligned runs of A columns.

@@ -118,17 +118,6 @@ MF_FN void read_shared(unsigned* w, unsigned shared) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(shared));
   }
 }
-template <int BYTES>
-MF_FN void write_shared(unsigned shared, const unsigned* w) {
-  if constexpr (BYTES == 16) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(w[0]), "r"(w[1]),
-                 "r"(w[2]), "r"(w[3]) : "memory");
-  } else if constexpr (BYTES == 8) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(w[0]), "r"(w[1]) : "memory");
-  } else {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(w[0]) : "memory");
-  }
-}
 MF_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 MF_FN void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
@@ -142,8 +131,8 @@ MF_FN void named_barrier(int id) {
 }  // namespace ptx
 
 // The three ways to read memory.
-//   Once    streamed rows: read-only path, not kept in L1; stays where it was written in the
-//           program, because a prefetch that drifts down to its use is no prefetch
+//   Once    streamed rows: not kept in L1; stays where it was written in the program, because a
+//           prefetch that drifts down to its use is no prefetch (not .nc: that may drift)
 //   Kept    parameters and re-read rows: read-only path, cached, free to move
 //   Fresh   what this launch itself has written: ordinary loads, ordered with its stores
 #define MF_READER(NAME, ASM, HOW, MEMORY)                                                       \
@@ -170,7 +159,7 @@ MF_FN void named_barrier(int id) {
     }                                                                                            \
   };
 #define MF_ORDERED : "memory"
-MF_READER(Once, asm volatile, ".nc.L1::no_allocate", )
+MF_READER(Once, asm volatile, ".L1::no_allocate", )
 MF_READER(Kept, asm, ".nc", )
 MF_READER(Fresh, asm volatile, "", MF_ORDERED)
 #undef MF_READER

@@ -80,79 +80,76 @@ MF_FN auto splat(Col col) { return Stream<C, T, A, true, FRESH, Col>(col); }
 #define MF_DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) unsigned char NAME[]
 #endif
 
-// Where this thread's PIECE bytes lie in an array of the block's shared memory at `offset`.
-template <int PIECE>
-MF_FN unsigned own_shared(int offset) {
-  MF_DYNAMIC_SHARED(mf_shared);
-  return unsigned(__cvta_generic_to_shared(mf_shared)) + offset + threadIdx.x * PIECE;
-}
-
 // A tensor read along the rows with DEPTH rows on their way, in shared memory instead of registers.
 // Each thread copies and reads back its own vectors only, so no thread waits for another. OFFSET:
-// where in the block's shared memory the slots of this tensor begin. Used inside mf::rows_ring.
-template <class C, class T, int A, bool SPLAT, int DEPTH, int OFFSET, int THREADS, class Col>
+// where in the block's shared memory the slots of this tensor begin. LAZY: a row is read from there
+// whenever it is used, instead of once into registers. Used inside mf::rows_ring.
+template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, bool LAZY, class Col>
 struct Ring {
-  static constexpr int V = C::lanes, RUN = A < V ? A : V, UNIT = SPLAT ? 1 : RUN;
-  static constexpr int BYTES = UNIT * int(sizeof(T)), PIECE = BYTES < 16 ? BYTES : 16;
-  static constexpr int PER = PIECE / int(sizeof(T)), PIECES = V / RUN * (BYTES / PIECE);
+  static constexpr int V = C::lanes, RUN = A < V ? A : V, BYTES = RUN * int(sizeof(T));
+  static constexpr int PIECE = BYTES < 16 ? BYTES : 16, PER = PIECE / int(sizeof(T));
+  static constexpr int PIECES = V / PER, WORDS = PIECE / 4;
   static_assert(PIECE >= 4, "the machine copies 4 bytes at least");
   // Slot layout [depth][step][piece][thread][PIECE]: neighbouring threads, neighbouring banks.
   static constexpr int PER_PIECE = THREADS * PIECE, PER_ROW = C::steps * PIECES * PER_PIECE;
+  struct Words { unsigned w[PIECES * WORDS]; };
   Col col;
-  int slot = 0;  // the one being read
+  int slot = 0;
+  Words row[LAZY ? 1 : C::steps];
   MF_FN explicit Ring(Col c) : col(c) {}
+
   template <class Team>
   MF_FN void fetch(const Team& team, const T* base, int into) {
-    const T* row = ptx::hidden(base);
+    const T* from = ptx::hidden(base);
     MF_STEPS(j, C) {
       if (C::live(team, j) == V) {
-        MF_LANES(p, PIECES) {
-          const T* from = row + place<C>(team, col, j, p * PER / UNIT * RUN) + p * PER % UNIT;
-          ptx::copy_async<PIECE>(own_shared<PIECE>(OFFSET) + into * PER_ROW +
-                                     (j * PIECES + p) * PER_PIECE, from);
-        }
+        MF_LANES(p, PIECES)
+        ptx::copy_async<PIECE>(shared(into, j, p), from + place<C>(team, col, j, p * PER / RUN * RUN) +
+                                                       p * PER % RUN);
       }
     }
   }
-  MF_FN void advance(int to) { slot = to; }
+  template <class Team>
+  MF_FN void advance(const Team& team, int to) {
+    slot = to;
+    if constexpr (!LAZY) MF_STEPS(j, C) row[j] = read(team, j);
+  }
   template <class Team>
   MF_FN Vec<V> at(const Team& team, int j) const {
-    constexpr int WORDS = PIECE / 4;
-    unsigned raw[PIECES * WORDS];
-    if (C::live(team, j) == V) {
-      MF_LANES(p, PIECES)
-      ptx::read_shared<PIECE>(raw + p * WORDS, own_shared<PIECE>(OFFSET) + slot * PER_ROW +
-                                                   (j * PIECES + p) * PER_PIECE);
+    Words words;
+    if constexpr (LAZY) {
+      words = read(team, j);
     } else {
-      MF_LANES(i, PIECES * WORDS) raw[i] = 0u;
+      words = row[j];
     }
     Vec<V> v;
-    MF_LANES(i, V) v.e[i] = Storage<T>::get(raw, SPLAT ? i / RUN : i);
+    MF_LANES(i, V) v.e[i] = Storage<T>::get(words.w, i);
     return v;
   }
-};
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
-MF_FN auto ring(Col col) { return Ring<C, T, A, false, DEPTH, OFFSET, THREADS, Col>(col); }
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, class Col>
-MF_FN auto ring_splat(Col col) { return Ring<C, T, A, true, DEPTH, OFFSET, THREADS, Col>(col); }
 
-// One value a row, in a ring: every thread has a copy of its own.
-template <class T, int DEPTH, int OFFSET, int THREADS>
-struct ScalarRing {
-  static constexpr int BYTES = int(sizeof(T)), PER_ROW = THREADS * BYTES;
-  int slot = 0;
-  MF_FN void fetch(const T* p, int into) {
-    ptx::copy_async<BYTES>(own_shared<BYTES>(OFFSET) + into * PER_ROW, p);
+ private:
+  MF_FN static unsigned shared(int in, int j, int p) {
+    MF_DYNAMIC_SHARED(mf_shared);
+    return unsigned(__cvta_generic_to_shared(mf_shared)) + OFFSET + threadIdx.x * PIECE +
+           in * PER_ROW + (j * PIECES + p) * PER_PIECE;
   }
-  MF_FN void advance(int to) { slot = to; }
-  MF_FN real value() const {
-    unsigned raw[BYTES / 4];
-    ptx::read_shared<BYTES>(raw, own_shared<BYTES>(OFFSET) + slot * PER_ROW);
-    return Storage<T>::get(raw, 0);
+  template <class Team>
+  MF_FN Words read(const Team& team, int j) const {
+    Words words;
+    if (C::live(team, j) == V) {
+      MF_LANES(p, PIECES) ptx::read_shared<PIECE>(words.w + p * WORDS, shared(slot, j, p));
+    } else {
+      MF_LANES(i, PIECES * WORDS) words.w[i] = 0u;
+    }
+    return words;
   }
 };
+template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, bool LAZY = false, class Col>
+MF_FN auto ring(Col col) { return Ring<C, T, A, DEPTH, OFFSET, THREADS, LAZY, Col>(col); }
 
-// mf::rows with the rings DEPTH - 1 rows ahead of the body; fetch_ring starts their copies.
+// mf::rows with rings. fetch_ring starts the copies of a row; body(row, copies) calls copies() once,
+// when it has read what it reads from the nearest cache: loads come back in order, and those would
+// wait behind the copies' way to memory.
 template <int DEPTH, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
 MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
                      const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
@@ -166,18 +163,17 @@ MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fe
   int read = 0, fill = DEPTH - 1;  // slots, the same in every ring
   MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
     const auto row = next;
+    ptx::copy_wait<DEPTH - 2>();
     advance(read);
-    if (r + step < end) {
-      next = row_of(r + step);
-      fetch(next);
-    }
-    // The slot filled now is the one the last body read, by this very thread.
-    if (r + (DEPTH - 1) * step < end) fetch_ring(row_of(r + (DEPTH - 1) * step), fill);
+    next = row_of(r + step < end ? r + step : r);
+    fetch(next);
+    body(row, [&] {
+      // The slot filled now is the one the last body read, by this very thread.
+      if (r + (DEPTH - 1) * step < end) fetch_ring(row_of(r + (DEPTH - 1) * step), fill);
+      ptx::copy_commit();
+    });
     fill = read;
     read = read + 1 == DEPTH ? 0 : read + 1;
-    ptx::copy_commit();
-    ptx::copy_wait<DEPTH - 1>();
-    body(row);
   }
   ptx::copy_wait<0>();
 }
@@ -237,17 +233,19 @@ MF_FN real load(const T& x) {
   return Storage<T>::get(r.w, 0);
 }
 
-// One value a row, fetched one row ahead by every thread of the team (one line, one request). The
-// index, 0 in every launch, keeps the assembler from knowing that a warp's lanes all load the same:
-// it would move the value to a uniform register at once, and wait for it there.
+// One value a row: this lane's row of the next turn, of this one, and the row's at hand.
 template <class T, bool FRESH = false>
 struct Scalar {
-  Raw<sizeof(T)> next, current;
+  Raw<sizeof(T)> next, held, now;
   MF_FN void fetch(const T* p) {
-    ReaderFor<FRESH, Once>::type::template load<sizeof(T)>(next, p + threadIdx.y);
+    ReaderFor<FRESH, Once>::type::template load<sizeof(T)>(next, p);
   }
-  MF_FN void advance() { current = next; }
-  MF_FN real value() const { return Storage<T>::get(current.w, 0); }
+  MF_FN void turn() { held = next; }
+  template <class Team>
+  MF_FN void pick(const Team& team, int lane) {
+    MF_LANES(i, Raw<sizeof(T)>::words) now.w[i] = team.from_lane(held.w[i], lane);
+  }
+  MF_FN real value() const { return Storage<T>::get(now.w, 0); }
 };
 
 // ---- writing ------------------------------------------------------------------------------------

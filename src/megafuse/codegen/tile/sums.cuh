@@ -61,55 +61,6 @@ struct Column {
   }
 };
 
-// The same with the sums in shared memory, where they cost no registers: every thread adds to its
-// own columns. OFFSET: where in the block's shared memory. For 16-bit storage only.
-template <class C, int OFFSET, int THREADS>
-struct SharedColumn {
-  static constexpr int V = C::lanes, RUN = V % 4 == 0 ? 4 : V % 2 == 0 ? 2 : 1, BYTES = 4 * RUN;
-  float* own;
-  template <class Team>
-  MF_FN SharedColumn(const Team& team, float* partials)
-      : own(partials + team.part() * C::columns) {
-    const float zero[RUN] = {};
-    MF_STEPS(j, C) MF_LANES(p, V / RUN) put(slot(j, p), zero);
-  }
-  template <class Team>
-  MF_FN void add(const Team&, int j, const Vec<V>& v) {
-    MF_LANES(p, V / RUN) {
-      float sum[RUN];
-      get(sum, slot(j, p));
-      MF_LANES(i, RUN) sum[i] += float(v.e[p * RUN + i]);
-      put(slot(j, p), sum);
-    }
-  }
-  template <class Team>
-  MF_FN void write(const Team& team) {
-    MF_STEPS(j, C)
-      if (C::live(team, j)) {
-        MF_LANES(p, V / RUN) {
-          float sum[RUN];
-          get(sum, slot(j, p));
-          MF_LANES(i, RUN) own[C::column(team, j) + p * RUN + i] = sum[i];
-        }
-      }
-  }
-
- private:
-  MF_FN static unsigned slot(int j, int p) {
-    return own_shared<BYTES>(OFFSET) + (j * (V / RUN) + p) * THREADS * BYTES;
-  }
-  MF_FN static void get(float* v, unsigned from) {
-    unsigned w[RUN];
-    ptx::read_shared<BYTES>(w, from);
-    MF_LANES(i, RUN) v[i] = __uint_as_float(w[i]);
-  }
-  MF_FN static void put(unsigned to, const float* v) {
-    unsigned w[RUN];
-    MF_LANES(i, RUN) w[i] = __float_as_uint(v[i]);
-    ptx::write_shared<BYTES>(to, w);
-  }
-};
-
 // The same for a long row: the partials stay in memory, each column owned by one thread.
 template <class C>
 struct LongColumn {
@@ -141,7 +92,7 @@ struct Finisher {
 #else
   using Wide = double;
 #endif
-  static constexpr int WIDE = 32, SLICES = 8;
+  static constexpr int WIDE = 32, SLICES = 8, FLIGHT = 16;
   template <class T, class Index, class Out>
   MF_FN void column(int which, const float* partials, int n, i64 kept, i64 count,
                     const Index& index, const Out& out) const {
@@ -153,14 +104,15 @@ struct Finisher {
       const int c = int(tile % tiles) * WIDE + x;
       Wide sum = 0;
       if (c < n) {
-        // Four loads in flight, added in order.
-        i64 i = y;
-        for (; i + 3 * SLICES < count; i += 4 * SLICES) {
-          float part[4];
-          MF_LANES(u, 4) part[u] = partials[index(k, i + u * SLICES) * n + c];
-          MF_LANES(u, 4) sum += part[u];
+        // Loads in flight, added in order; what is past the end adds nothing.
+        for (i64 i = y; i < count; i += FLIGHT * SLICES) {
+          float part[FLIGHT];
+          MF_LANES(u, FLIGHT) {
+            const i64 at = i + u * SLICES;
+            part[u] = at < count ? partials[index(k, at) * n + c] : 0.f;
+          }
+          MF_LANES(u, FLIGHT) sum += part[u];
         }
-        for (; i < count; i += SLICES) sum += partials[index(k, i) * n + c];
       }
       slices[y][x] = sum;
       __syncthreads();

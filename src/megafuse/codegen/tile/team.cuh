@@ -56,6 +56,12 @@ struct Team {
   MF_FN i64 block() const { return blockIdx.x; }
   MF_FN i64 part() const { return i64(blockIdx.x) * TEAMS + index(); }
 
+  // Position among the LANES lanes of the team that share a warp, and another lane's word.
+  MF_FN int lane() const { return int(threadIdx.x) % LANES; }
+  MF_FN unsigned from_lane(unsigned x, int lane) const {
+    return __shfl_sync(mask(), x, lane, LANES);
+  }
+
   // Every accumulator combined over the team, in an order the shape alone decides; all threads get
   // the results. Several at once cost far less than one after the other.
   template <class... A>
