@@ -20,15 +20,16 @@ from tile_checks import (
 from tile_examples import Shape
 
 from megafuse.runtime import source
-from megafuse.runtime.host import build_host
+from megafuse.runtime.host import HostModule, build_host
 
 TILE = Path(source.__file__).parent.parent / "codegen" / "tile"
 
 
-def emulate(
-    code: str, shape: Shape, names: Sequence[str], fast: bool = False, wide: bool = False
-) -> Launch:
-    """The kernels of `code` behind launches that pick the grid as a launcher does."""
+def emulated_module(
+    code: str, names: Sequence[str], fast: bool = False, wide: bool = False
+) -> HostModule:
+    """The kernels of `code` behind launches `emulate_NAME`, called with the geometry (grid x, y,
+    block x, y) and the kernel's arguments."""
     emulated = (Path(__file__).parent / "emulated.h").read_text()
     text = source.header("cuda.cuh", emulated)
     if wide:  # in a namespace of its own: a process holds one copy of an inline function's statics
@@ -41,9 +42,16 @@ extern "C" void emulate_{name}(const i64* a) {{
 """
         for name in names
     )
-    module = build_host(
+    return build_host(
         text + code + entries, [f"emulate_{name}" for name in names], fast=fast, debug=True
     )
+
+
+def emulate(
+    code: str, shape: Shape, names: Sequence[str], fast: bool = False, wide: bool = False
+) -> Launch:
+    """The kernels of `code` behind launches that pick the grid as a launcher does."""
+    module = emulated_module(code, names, fast, wide)
 
     def launch(name: str, args: Sequence[int]) -> None:
         geometry = [2, 1, shape.team * shape.teams, 1]

@@ -46,8 +46,9 @@ def sum_cpp(terms: Sequence[tuple[str, Dim]], const: Dim = 0) -> str:
 
 
 def decompose(index: str, extents: Sequence[Dim], narrow: bool = False) -> list[str]:
-    """C++ for each axis' value, given a linear index over their extents (the last one fastest). narrow:
-    `index` is an int, and so are all extents: 64-bit division would cost a hundred instructions."""
+    """C++ for each axis' value, given a linear index over their extents (the last one fastest).
+    narrow: `index` is an int, and so are all extents: a 64-bit division costs a hundred
+    instructions."""
 
     def spell(extent: Dim) -> str:
         text = dim_cpp(extent)

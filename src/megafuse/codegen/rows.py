@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafuse.codegen.address import access, decompose, dim_cpp, sum_cpp
+from megafuse.codegen.emitter import Arg, Emitter, indent, kept_axes
 from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import Schedule
-from megafuse.codegen.stage import Arg, Emitter, StageEmitter, indent, kept_axes
+from megafuse.codegen.stage import StageEmitter
 from megafuse.fusion.plan import RowRegion
 from megafuse.index import Affine, Axis, offset
 from megafuse.ir import Dim, Node, as_dim, product
@@ -67,19 +68,21 @@ def emit_rows(
         body.append(f"const i64 {e.axis(axis)} = {text};")
     programs = [s.program() for s in stages]
     for s in stages:
-        body += s.prologue
+        body += s.streams.prologue
     if group:
         body.append(f"for (i64 g = begin; g < end; g += {step}) {{")
         for axis, text in zip(rest, decompose("g", _extents(rest)), strict=True):
             body.append(f"  const i64 {e.axis(axis)} = {text};")
         for s, lines in zip(stages, programs, strict=True):
             rows = [a for a in s.stage.rows() if a not in region.group]
-            body += indent(s.group_prologue)
-            body += indent(s.loop("team.index()", _extent(rows), str(schedule.teams), rows, lines))
+            body += indent(s.streams.group_prologue)
+            body += indent(
+                s.streams.loop("team.index()", _extent(rows), str(schedule.teams), rows, lines)
+            )
             body.append("  team.block_sync();")
         body.append("}")
     else:
-        body += stages[0].loop("begin", "end", step, rest, programs[0])
+        body += stages[0].streams.loop("begin", "end", step, rest, programs[0])
     for s in stages:
         body += s.epilogue
 
@@ -113,7 +116,7 @@ def emit_rows(
     return RowKernel(
         name, "\n".join(lines) + "\n", list(e.args.values()), schedule, kept, e.partials,
         f"{name}_finish" if finish else None, e.fast,
-        max(s.rings for s in stages),
+        max(s.streams.rings for s in stages),
     )  # fmt: skip
 
 

@@ -1,92 +1,20 @@
-"""One stage of a row region as tile C++: its streams, its phases and its loop over rows."""
+"""One stage of a row region as tile C++: the phases of a row and the values in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from megafuse.codegen.address import Access, access, decompose
+from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE, pointwise_cpp, rounded, scalar_cpp
-from megafuse.codegen.schedule import Schedule, StageSchedule, is_small
-from megafuse.fusion.plan import Root, RowRegion, Stage
+from megafuse.codegen.schedule import StageSchedule
+from megafuse.codegen.streams import RowStreams, place_cpp
+from megafuse.fusion.plan import Root, Stage
 from megafuse.fusion.roots import resolve
 from megafuse.fusion.rules.same_rows import produced
-from megafuse.index import Affine, Axis, Coords, offset, operand_coords
-from megafuse.ir import Node, as_dim, product
+from megafuse.index import Coords, offset, operand_coords
+from megafuse.ir import Node
 from megafuse.ops import is_reduction, pointwise
-
 
 KEPT = 4
 """Instructions an element from which on keeping a value pays for the register it takes."""
-
-
-COPY = 8
-"""Bytes of a copy to shared memory from which on it pays: the machine makes narrow ones slowly."""
-
-
-@dataclass(frozen=True)
-class Arg:
-    """One 8-byte member of a kernel's Args: kind "buffer" (of `node`), "partial" (column sum
-    number `index`), "size" (run-time size `name`), or "parts", "chunks", "span" of the launch."""
-
-    kind: str
-    name: str
-    node: Node | None = None
-    index: int = 0
-
-
-def kept_axes(region: RowRegion) -> list[Axis]:
-    """Row axes that some column sum does not sum over, in row order."""
-    kept: set[Axis] = set()
-    for stage in region.stages:
-        cols = stage.settled_cols()
-        for root in stage.roots:
-            if root.kind == "column":
-                kept |= {a for a in root.axes if a not in root.reduced and a not in cols}
-    order = region.group or region.stages[0].rows()
-    return [a for a in order if a in kept]
-
-
-@dataclass
-class Emitter:
-    """State shared by the stages of one region."""
-
-    region: RowRegion
-    buffers: set[Node]
-    schedule: Schedule
-    rounding: bool
-    fast: bool = False
-    args: dict[tuple[str, object], Arg] = field(default_factory=dict)
-    members: list[str] = field(default_factory=list)
-    axis_names: dict[Axis, str] = field(default_factory=dict)
-    partials: list[int] = field(default_factory=list)
-    sums: list[tuple[Root, Stage, str]] = field(default_factory=list)
-
-    def pointer(self, node: Node, write: bool = False) -> str:
-        key = ("buffer", node)
-        if key not in self.args:
-            written = node in self.region.writes()
-            const = "" if written else "const "
-            self.args[key] = Arg("buffer", node.name, node)
-            self.members.append(f"{const}{CPP_TYPE[node.dtype]}* {node.name};  // {node.type}")
-        return f"a.{node.name}"
-
-    def partial(self, columns: int) -> str:
-        index = len(self.partials)
-        self.partials.append(columns)
-        self.args["partial", index] = Arg("partial", f"part{index}", None, index)
-        self.members.append(f"float* part{index};")
-        return f"a.part{index}"
-
-    def axis(self, axis: Axis) -> str:
-        if axis not in self.axis_names:
-            stem = "g" if axis in self.region.group else "r"
-            self.axis_names[axis] = f"{stem}{len(self.axis_names)}"
-        return self.axis_names[axis]
-
-
-def indent(lines: Sequence[str], by: int = 2) -> list[str]:
-    return [" " * by + line for line in lines]
 
 
 class StageEmitter:
@@ -94,48 +22,17 @@ class StageEmitter:
 
     def __init__(self, e: Emitter, k: int, stage: Stage, layout: StageSchedule) -> None:
         self.e, self.k, self.stage, self.layout = e, k, stage, layout
-        self.cols = stage.settled_cols()
-        self.col_set = set(self.cols)
+        self.streams = RowStreams(e, k, stage, layout)
+        self.col_set = self.streams.col_set
         self.made = produced(stage)
-        self.written_before = {n for s in e.region.stages[:k] for n in _targets(s)}
-        self.prologue: list[str] = []  # before all rows: streams, held parameters, sums
-        self.group_prologue: list[str] = []  # before the rows of each group
-        self.epilogue: list[str] = []
-        self.turns: dict[str, str] = {}  # scalar → its fetch
-        self.fetches: list[str] = []
-        self.ring_fetches: list[str] = []
-        self.rings = 0  # bytes of this stage's rings; stages follow each other and share them
-        self.advances: list[str] = []
-        self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
+        self.epilogue: list[str] = []  # after all rows
         self.scalars: dict[tuple[Node, Coords], str] = {}
         self.phases: dict[tuple[Node, Coords], int] = {}
         self.keeps: dict[tuple[Node, Coords], str] = {}
         self.kept_done: set[tuple[Node, Coords]] = set()
-        self.tables: dict[tuple[str | None, int], str] = {}
         self.counter = 0
-        self.merged = self._merged_rows()
 
     # -- places and phases
-
-    def _merged_rows(self) -> dict[Axis, Axis]:
-        """Row axes that every tensor walks together with the next one, as one longer axis: an
-        index less to divide for. Outer axis → the one that stands for both."""
-        fixed = {*self.e.region.group, *kept_axes(self.e.region)}
-        rows = [a for a in self.stage.rows() if a not in fixed]
-        places = [offset(read.coords, read.node.shape) for r in self.stage.roots for read in r.reads]
-        places += [offset(r.where, r.target.shape) for r in self.stage.roots if r.kind == "store"]
-        merged: dict[Axis, Axis] = {}
-        for outer, inner in zip(reversed(rows[:-1]), reversed(rows[1:]), strict=True):
-            last = merged.get(inner, inner)
-            extent = product(a.extent for a in rows[rows.index(inner) : rows.index(last) + 1])
-            if all(p.coefficient(outer) == as_dim(p.coefficient(last) * extent) for p in places):
-                merged[outer] = last
-        return merged
-
-    def _access(self, where: Affine) -> Access:
-        """How `where` is addressed, over the axes that are left."""
-        left = Affine.make([t for t in where.terms if t[0] not in self.merged], where.const)
-        return access(left, self.cols, self.layout.lanes, self.e.axis)
 
     def settle(self, node: Node, coords: Coords, expand: bool = False) -> tuple[Node, Coords, str]:
         """(node, coords, what it is there): "leaf", "reduction", "compute" or "const"."""
@@ -187,7 +84,7 @@ class StageEmitter:
         last = max(self.root_phase(r) for r in roots)
         by_phase = [[r for r in roots if self.root_phase(r) == p] for p in range(last + 1)]
         self._plan_keeps(by_phase)
-        lines: list[str] = []
+        lines = [f"mf::Keep<C{self.k}> {name};" for name in self.keeps.values()]
         for p, mine in enumerate(by_phase):
             before: list[str] = []
             loop: list[str] = []
@@ -202,7 +99,7 @@ class StageEmitter:
             if loop:
                 word = "MF_LOOP" if self.layout.long else "MF_STEPS"
                 lines += [f"{word}(j, C{self.k}) {{", *indent(loop), "}"]
-            if p == 0 and self.ring_fetches:
+            if p == 0 and self.streams.ring_fetches:
                 lines.append("copies();")
             lines += self._combine(sums, p)
         return lines
@@ -231,13 +128,13 @@ class StageEmitter:
             wide = bool(root.axes & self.col_set)
             value = self.value(root.node, root.at, before, loop, memo, root.target is root.node)
             pointer = self.e.pointer(root.target, write=True)
-            where = self._access(offset(root.where, root.target.shape))
-            place = _place(pointer, where)
+            where = self.streams.access(offset(root.where, root.target.shape))
+            place = place_cpp(pointer, where)
             comment = f"  // {root.node.origin}"
             if wide:
                 kind = CPP_TYPE[root.target.dtype]
                 loop.append(f"mf::store<C{self.k}, {kind}, {where.run}>(team, j, {place}, "
-                            f"{self._column(where)}, {value});{comment}")  # fmt: skip
+                            f"{self.streams.column(where)}, {value});{comment}")  # fmt: skip
             else:
                 before.append(f"team.store({place}, {value});{comment}")
         elif root.kind == "row":
@@ -250,7 +147,7 @@ class StageEmitter:
             pointer = self.e.partial(self.layout.columns)
             name = f"{root.node.name}_col"
             kind = f"mf::{'LongColumn' if self.layout.long else 'Column'}<C{self.k}>"
-            self.prologue.append(f"{kind} {name}(team, {pointer});  // {root.node.origin}")
+            self.streams.prologue.append(f"{kind} {name}(team, {pointer});  // {root.node.origin}")
             self.epilogue.append(f"{name}.write(team);")
             loop.append(f"{name}.add(team, j, {value});  // {root.node.origin}")
             self.e.sums.append((root, self.stage, pointer))
@@ -269,7 +166,7 @@ class StageEmitter:
         if what == "const":
             return scalar_cpp(node.attrs["value"])
         if what == "leaf":
-            name, wide = self._leaf(node, coords)
+            name, wide = self.streams.leaf(node, coords)
             if not wide:
                 return name
             memo[key] = self._name(f"{name}.at(team, j)", node, loop)
@@ -310,86 +207,6 @@ class StageEmitter:
         name = f"v{self.counter}"
         loop.append(f"const auto {name} = {text};  // {node.name}: {node.origin}")
         return name
-
-    def _leaf(self, node: Node, coords: Coords) -> tuple[str, bool]:
-        """(name, whether it varies along the row) of a buffer read as a stream or scalar."""
-        key = (node, coords)
-        if key in self.leaves:
-            return self.leaves[key]
-        e, k = self.e, self.k
-        pointer = e.pointer(node)
-        where = self._access(offset(coords, node.shape))
-        kind = CPP_TYPE[node.dtype]
-        name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
-        fresh = node in self.written_before
-        at = offset(coords, node.shape)
-        still = self._stays(at, fresh)
-        place = _place(pointer, where)
-        wide = where.column is not None
-        column = self._column(where) if wide else ""
-        flag = ", true" if fresh else ""
-        cols = f"C{k}, {kind}, {where.run}"
-        if still is not None and not wide:
-            still.append(f"const mf::real {name} = mf::load({pointer}[{where.row}]);")
-        elif still is not None:
-            word = "hold" if where.kind == "run" else "hold_splat"
-            if where.kind == "run" and (self.layout.long or not e.schedule.hold):
-                word = "long_hold"
-            still.append(f"const auto {name} = mf::{word}<{cols}{flag}>(team, {place}, {column});")
-        elif self._ring(name, node, where, place):
-            pass
-        elif not wide:
-            self.prologue.append(f"mf::Scalar<{kind}{flag}> {name};")
-            self.turns[name] = f"{name}.fetch({place});"
-        else:
-            word = "stream" if where.kind == "run" else "splat"
-            word = f"long_{word}" if self.layout.long or is_small(node) else word
-            self.prologue.append(f"auto {name} = mf::{word}<{cols}{flag}>({column});")
-            self.fetches.append(f"{name}.fetch(team, {place});")
-            self.advances.append(f"{name}.advance();")
-        self.leaves[key] = (name if wide or still is not None else f"{name}.value()", wide)
-        return self.leaves[key]
-
-    def _column(self, where: Access) -> str:
-        """The offset of column `c`: a function, or a table of it where it takes a division."""
-        capture = "&a" if where.symbolic_column else ""
-        result = "i64" if where.symbolic_column else "int"
-        text = f"[{capture}](int c) -> {result} {{ return {where.column or '0'}; }}"
-        divides = "/" in text or "%" in text
-        if self.layout.long or where.symbolic_column or not divides:
-            return text
-        key = where.column, where.run
-        if key not in self.tables:
-            self.tables[key] = name = f"table{self.k}_{len(self.tables)}"
-            self.prologue.append(f"const auto {name} = mf::table<C{self.k}, {where.run}>(team, "
-                                 f"{text});")  # fmt: skip
-        return self.tables[key]
-
-    def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
-        """Stream through shared memory where the schedule says so and copies are wide enough."""
-        schedule, layout = self.e.schedule, self.layout
-        whole = where.column is not None and where.kind == "run"
-        copied = where.run * node.dtype.itemsize
-        if schedule.depth < 2 or layout.long or not whole or copied < COPY or is_small(node):
-            return False
-        self.prologue.append(
-            f"auto {name} = mf::ring<C{self.k}, {CPP_TYPE[node.dtype]}, {where.run}, "
-            f"{schedule.depth}, {self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
-            f"({self._column(where)});"
-        )
-        row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
-        self.rings += schedule.depth * row
-        self.ring_fetches.append(f"{name}.fetch(team, {place}, slot);")
-        self.advances.append(f"{name}.advance(team, slot);")
-        return True
-
-    def _stays(self, at: Affine, fresh: bool) -> list[str] | None:
-        """Where a tensor that all rows of a part, or of a group, read at the same place is fetched
-        once; None when it is read elsewhere from row to row."""
-        moving = at.axes - self.col_set - set(kept_axes(self.e.region))
-        if not moving and not fresh:
-            return self.prologue
-        return self.group_prologue if moving <= set(self.e.region.group) else None
 
     def _plan_keeps(self, by_phase: list[list[Root]]) -> None:
         """Values that a later phase finds in registers: expensive ones, and with `schedule.keep`
@@ -436,64 +253,3 @@ class StageEmitter:
         seen.add(key)
         inputs = () if what == "leaf" else node.inputs
         return 1 + sum(self._price(i, operand_coords(node, i, coords), seen) for i in inputs)
-
-    # -- the row loop
-
-    def loop(
-        self, begin: str, end: str, step: str, rows: list[Axis], lines: list[str]
-    ) -> list[str]:
-        e = self.e
-        left = [a for a in rows if a not in self.merged]
-        names = [e.axis(a) for a in left]
-        row = f"Row{self.k}"
-        fields = f"int {', '.join(names)};" if names else "char none;"
-        extents = [product(a.extent for a in rows if self.merged.get(a, a) is b) for b in left]
-        values = ", ".join(decompose("r", extents, narrow=True)) if names else "0"
-        unpack = [f"const i64 {n} = q.{n};" for n in names]
-        used = "\n".join(lines)
-        unpack_body = [f"const i64 {n} = row.{n};" for n in names if f"{n}" in used]
-        keeps = [f"mf::Keep<C{self.k}> {name};" for name in self.keeps.values()]
-        ring = bool(self.ring_fetches)
-        k = self.k
-        lambdas = [f"const auto fetch{k} = [&](const {row}& q) {{", *indent(unpack),
-                   *indent(self.fetches), "};"]  # fmt: skip
-        if ring:
-            lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{", *indent(unpack),
-                        *indent(self.ring_fetches), "};"]  # fmt: skip
-        turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
-        word = "rows" if e.schedule.ahead else "rows_now"
-        if ring:
-            word = f"rows_ring<{e.schedule.depth}>"
-        also, slot = (f", fetch_ring{k}", "(int slot)") if ring else ("", "")
-        return [
-            f"struct {row} {{ {fields} }};",
-            f"const auto row_of{k} = [&](int r) {{ return {row}{{{values}}}; }};",
-            *lambdas, *turns,
-            f"const auto advance{k} = [&]{slot} {{ {' '.join(advances)} }};",
-            f"mf::{word}({begin}, {end}, {step}, row_of{k}, fetch{k}{also}, advance{k}, "
-            f"[&](const {row}& row{', const auto& copies' if ring else ''}) {{",
-            *indent(unpack_body), *indent(keeps), *indent(lines),
-            "});",
-        ]  # fmt: skip
-
-
-    def _turns(self, rows: str, row: str, unpack: list[str]) -> tuple[list[str], list[str]]:
-        """Lines before the loop, and what advance() does, with the scalars of the rows."""
-        if not self.turns:
-            return [], self.advances
-        k = self.k
-        again = f"turns{k}.fetch(team, row_of{k}, scalars{k});"
-        over = " ".join([*(f"{name}.turn();" for name in self.turns), again])
-        before = [f"const auto scalars{k} = [&](const {row}& q) {{", *indent(unpack),
-                  *indent(list(self.turns.values())), "};",
-                  f"mf::Turns<Team> turns{k}({rows});", again]  # fmt: skip
-        picks = [f"{name}.pick(team, turns{k}.lane);" for name in self.turns]
-        return before, [*self.advances, f"if (turns{k}.over()) {{ {over} }}", *picks]
-
-
-def _targets(stage: Stage) -> set[Node]:
-    return {r.target for r in stage.roots if r.kind != "row"}
-
-
-def _place(pointer: str, where: Access) -> str:
-    return pointer if where.row == "0" else f"{pointer} + {where.row}"

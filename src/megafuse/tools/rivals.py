@@ -18,12 +18,16 @@ FLOOR = "bare products"
 ABOUT = {
     "eager": "the unchanged module",
     "compile": "torch.compile, default mode",
+    "autotuned": "torch.compile, mode max-autotune-no-cudagraphs (minutes to compile)",
+    "overhead": "torch.compile, mode reduce-overhead (CUDA graphs)",
     "graphed": "the unchanged module's step captured in one CUDA graph",
     "products": "the graph's matrix products alone (torch.bmm), back to back: the floor",
 }
 LABELS = {
     "eager": "eager",
     "compile": "torch.compile",
+    "autotuned": "compile max-autotune",
+    "overhead": "compile reduce-overhead",
     "graphed": "graphed eager",
     "products": FLOOR,
 }
@@ -33,9 +37,14 @@ class RivalError(MegafuseError):
     """A rival was asked for that does not exist or cannot run here."""
 
 
+_MODES = {"compile": None, "autotuned": "max-autotune-no-cudagraphs", "overhead": "reduce-overhead"}
+
+
 def default_rivals(device: torch.device) -> tuple[str, ...]:
-    """All of them on a GPU; on a CPU those that need no compiler run of their own."""
-    return tuple(ABOUT) if device.type == "cuda" else ("eager", "products")
+    """On a GPU all that are ready in seconds; on a CPU those that need no compiler run."""
+    if device.type == "cuda":
+        return ("eager", "compile", "graphed", "products")
+    return ("eager", "products")
 
 
 def parse_rivals(text: str | None, device: torch.device) -> tuple[str, ...]:
@@ -60,8 +69,9 @@ def build_rival(name: str, ready: Ready, products: Sequence[MatmulShape]) -> Ste
     try:
         if name == "eager":
             return ready.step(module)
-        if name == "compile":
-            step = ready.step(torch.compile(module))
+        if name in _MODES:
+            torch._dynamo.reset()  # the modes' compiled code would be taken for each other's
+            step = ready.step(torch.compile(module, mode=_MODES[name]))
             step()
             return step
         if name == "graphed":

@@ -1,0 +1,85 @@
+"""Generated regions in their device layouts, on the emulated device, against the host's build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import block_case
+from test_device_words import emulated_module
+
+import megafuse
+from megafuse.codegen.rows import RowKernel, emit_rows
+from megafuse.codegen.schedule import Schedule, _layout
+from megafuse.fusion.plan import RowRegion
+from megafuse.ir import evaluate
+from megafuse.runtime.executor import BuiltRegion, Executor
+
+SHAPE = (3, 8, 72, 2)
+SIZES = {"s0": 3}
+
+WAYS = {
+    "ring": dict(depth=3),
+    "lazy ring": dict(depth=2, lazy=True, keep=False),
+    "next row": dict(hold=False),
+    "this row": dict(ahead=False, keep=False, in_turn=False),
+}
+
+
+@pytest.fixture(scope="module")
+def executors() -> list[Executor]:
+    case = block_case(SHAPE, torch.bfloat16)
+    compiled = megafuse.fuse(case.module).build(*case.args, **case.kwargs)
+    assert compiled is not None and compiled.forward and compiled.backward
+    return [compiled.forward, compiled.backward]
+
+
+class Emulated:
+    """Stands in for a loaded host module: launches the kernels as the device would."""
+
+    def __init__(self, kernel: RowKernel, group: bool) -> None:
+        self.kernel, self.group = kernel, group
+        self.module = emulated_module(kernel.source, kernel.names, fast=kernel.fast)
+        self.parts = [a.kind for a in kernel.args].index("parts")
+
+    def launch(self, name: str, args: Sequence[int]) -> None:
+        geometry = [3, max(1, len(self.kernel.partial_columns)), 32, 8]
+        if name == self.kernel.name:
+            teams = self.kernel.schedule.teams
+            grid = args[self.parts] if self.group else -(-args[self.parts] // teams)
+            geometry = [grid, 1, self.kernel.schedule.threads, 1]
+        self.module.launch(f"emulate_{name}", [*geometry, *args])
+
+
+def results(executor: Executor, built: BuiltRegion) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    values: dict[Any, torch.Tensor] = {}
+    for node in built.region.reads(executor.plan.buffers):
+        shape = [evaluate(d, SIZES) for d in node.shape]
+        values[node] = (torch.rand(shape, generator=generator) + 0.5).to(node.dtype)
+    given = set(values)
+    executor._row_step(built, SIZES)(values)
+    return {n.name: t.double() for n, t in values.items() if n not in given}
+
+
+@pytest.mark.parametrize("team,teams,lanes", [(2, 2, 8), (64, 2, 4)])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_region(
+    executors: list[Executor], way: str, team: int, teams: int, lanes: int
+) -> None:
+    for executor in executors:
+        for region in executor.plan.regions:
+            if not isinstance(region, RowRegion):
+                continue
+            stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
+            schedule = Schedule(team, teams, stages, **WAYS[way])  # type: ignore[arg-type]
+            kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
+            module: Any = Emulated(kernel, region.kind == "group")
+            expected = results(executor, executor.built[region.name])
+            got = results(executor, BuiltRegion(region, kernel, module, 2))
+            assert got.keys() == expected.keys() and got
+            for name, value in got.items():
+                error = (value - expected[name]).norm() / expected[name].norm()
+                assert error < 2**-8, f"{region.name} {name} in the way {way}: {error:.1e}"
