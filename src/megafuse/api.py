@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -34,11 +35,20 @@ def fuse(
     return fused
 
 
-def explain(fused: FusedModule, *inputs: Any, **kwargs: Any) -> str:
+def explain(
+    fused: FusedModule, *inputs: Any, html: Path | str | None = None, **kwargs: Any
+) -> str:
     """The plan for this call, readable: regions, why each boundary is there, bytes, predicted time.
 
-    With no arguments, the plan made last.
-    """
-    from megafuse.fusion.describe import explain as describe
+    With no arguments, the plan made last. html: also write it as one self-contained page, with
+    pictures of the graph before and after and of what memory holds.
 
-    return describe(fused, *inputs, **kwargs)
+    Raises InputError where there is no plan.
+    """
+    from megafuse.tools.explain import explain as describe
+    from megafuse.tools.explain import write_page
+
+    explanation = describe(fused, inputs, kwargs)
+    if html is not None:
+        write_page(explanation, html)
+    return str(explanation)

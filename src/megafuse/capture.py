@@ -33,9 +33,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
+from megafuse.eager import Operator, operators
 from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
-from megafuse.ir import Dim, Graph, as_dim, product
+from megafuse.ir import Graph
 
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -52,8 +53,7 @@ class Captured:
     differentiable: which forward outputs have an upstream gradient, in order.
     guards: relations between run-time sizes that the trace assumed.
     rebuild: puts a list of output tensors back into the structure the function returned.
-    eager_bytes: what PyTorch moves running the same call one operator at a time (each tensor an
-        operator reads or writes counted once, views free); traced on demand.
+    eager: what PyTorch runs for the same call one operator at a time; traced on demand.
     """
 
     graph: Graph
@@ -61,7 +61,7 @@ class Captured:
     differentiable: tuple[int, ...]
     guards: tuple[sympy.Basic, ...]
     rebuild: Callable[[Sequence[Any]], Any]
-    eager_bytes: Callable[[], Dim]
+    eager: Callable[[], list[Operator]]
 
     def accepts(self, sizes: dict[str, int]) -> bool:
         """Whether the assumptions hold for these run-time sizes."""
@@ -256,12 +256,12 @@ def capture(
     outer = Importer(env, {}).run(traced, len(tensors))
     guards = tuple(_guards(env, outer.names))
 
-    def eager_bytes() -> Dim:
-        return _bytes_moved(run(joint, {}), outer.dim)
+    def eager() -> list[Operator]:
+        return operators(run(joint, {}), len(tensors), outer.dim, outer.origin)
 
     return Captured(
         outer.graph, structure["outputs"], structure["differentiable"], guards,
-        structure["rebuild"], eager_bytes,
+        structure["rebuild"], eager,
     )  # fmt: skip
 
 
@@ -282,30 +282,6 @@ def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callab
         return tree_unflatten([flat[i] for i in sorted(flat)], spec)
 
     return rebuild
-
-
-def _bytes_moved(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> Dim:
-    """Bytes read and written by every operator that is no view."""
-
-    def nbytes(value: Any) -> Dim:
-        flat = [v for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
-        return sum(product(dim(s) for s in v.shape) * v.dtype.itemsize for v in flat)
-
-    total: Dim = 0
-    for node in traced.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        returns = node.target._schema.returns
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
-            continue
-        if "val" not in node.meta or isinstance(node.meta["val"], (int, torch.SymInt)):
-            continue
-        if str(node.target).startswith(("aten._unsafe_view", "aten.detach")):
-            continue
-        operands = [n for n in node.all_input_nodes if "val" in n.meta]
-        read = sum(nbytes(n.meta["val"]) for n in operands)
-        total = as_dim(total + nbytes(node.meta["val"]) + read)
-    return total
 
 
 def _functional(traced: torch.fx.GraphModule) -> Callable[..., Any]:

@@ -36,3 +36,7 @@ class InputError(MegafuseError):
 
 class DoubleBackwardError(MegafuseError):
     """Gradients of gradients were asked for; the fused module computes first derivatives only."""
+
+
+class CacheError(MegafuseError):
+    """A folder that the caller asked to be written to cannot be; the message names it."""

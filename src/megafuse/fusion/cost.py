@@ -26,7 +26,7 @@ def seconds(
 ) -> float:
     """Predicted time of one region on `spec`; `matmul` names the dtype of a product."""
     rate = spec.vector_rate if matmul is None else spec.matmul_rate.get(matmul, spec.vector_rate)
-    return max(nbytes / spec.bandwidth, flops / rate) + launches * spec.launch_seconds
+    return max(spec.move_seconds(nbytes), flops / rate) + launches * spec.launch_seconds
 
 
 def check_size(stage: Stage) -> None:

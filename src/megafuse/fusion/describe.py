@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from megafuse.device import DeviceSpec
-from megafuse.errors import InputError
+from megafuse.eager import Operator
 from megafuse.fusion import cost
+from megafuse.fusion.lifetimes import Buffers, place
 from megafuse.fusion.plan import (
     ExternRegion,
     GraphPlan,
@@ -16,11 +17,20 @@ from megafuse.fusion.plan import (
     RowRegion,
     WhyNotFused,
 )
-from megafuse.fusion.summary import MatmulShape, PlanSummary, RegionSummary
+from megafuse.fusion.summary import (
+    Line,
+    MatmulShape,
+    OperatorSummary,
+    PlanSummary,
+    RegionSummary,
+    Use,
+)
 from megafuse.ir import Node, evaluate, product
 from megafuse.ops import is_pointwise, is_reduction, pointwise
 
 Direction = Literal["forward", "backward"]
+Engine = Callable[[MatmulRegion], str]
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear")
 
 
 def read_bytes(region: Region, node: Node, buffers: set[Node], sizes: Mapping[str, int]) -> int:
@@ -119,35 +129,95 @@ def _reason(
     return "another region between them needs the first one complete"
 
 
-def summarize(plan: Any, sizes: Mapping[str, int], spec: DeviceSpec) -> PlanSummary:
-    """plan: a `megafuse.compiler.Plan`. Bytes count each tensor a region reads or writes once."""
+def refusals(plan: GraphPlan) -> dict[str, list[WhyNotFused]]:
+    """For each region, the merges with others that were tried and refused, one a pair: the region
+    as it ended up, and the last reason given."""
+    home: dict[str, str] = {}
+    for region in plan.regions:
+        roots = region.roots if isinstance(region, RowRegion) else []
+        for node in [*region.writes(), *(n for r in roots for n in (r.node, r.target))]:
+            home.setdefault(node.name, region.name)
+    found: dict[tuple[str, str], str] = {}
+    for why in plan.refused:
+        a, b = home.get(why.producer), home.get(why.consumer)
+        if a is not None and b is not None and a != b:
+            found[a, b] = why.reason
+    result: dict[str, list[WhyNotFused]] = {r.name: [] for r in plan.regions}
+    for (a, b), reason in found.items():
+        result[a].append(WhyNotFused(a, b, reason))
+    return result
+
+
+def lines_of(region: Region, direction: Direction) -> tuple[Line, ...]:
+    """The user's lines that a region computes, each with its operators; casts are left out where
+    anything else is there to name."""
+    found: dict[tuple[str, str, bool], dict[str, None]] = {}
+    for node in computed(region):
+        origin = node.origin
+        again = direction == "backward" and origin.direction == "forward" and is_pointwise(node)
+        key = origin.location or origin.op, origin.module or "", again
+        name = str(node.attrs["target"]) if node.op == "extern" else origin.op or node.op
+        found.setdefault(key, {})[_short(name)] = None
+    return tuple(
+        Line(location, module, tuple(n for n in names if n != "cast") or ("cast",), again)
+        for (location, module, again), names in found.items()
+    )
+
+
+def _short(name: str) -> str:
+    """`aten.native_layer_norm.default` → `native_layer_norm`."""
+    parts = name.split(".")
+    name = parts[1] if len(parts) > 1 else name
+    return "cast" if name == "_to_copy" else name
+
+
+def summarize(
+    plan: Any,
+    sizes: Mapping[str, int],
+    spec: DeviceSpec,
+    names: Sequence[str] = (),
+    engine: Engine = lambda region: "",
+) -> PlanSummary:
+    """plan: a `megafuse.compiler.Plan`. Bytes count each tensor a region reads or writes once.
+
+    names: of the call's flat tensors, where they are known; engine: says what runs a product.
+    """
     regions: list[RegionSummary] = []
     matmuls: list[MatmulShape] = []
+    buffers = Buffers(plan, sizes, names)
     for graph_plan in (plan.forward, plan.backward):
         if graph_plan is None:
             continue
-        why = boundaries(graph_plan)
+        why, refused = boundaries(graph_plan), refusals(graph_plan)
         for region in graph_plan.regions:
-            regions.append(_summary(graph_plan, region, sizes, spec, why[region.name]))
+            told = {w.consumer for w in why[region.name]}
+            tried = [w for w in refused[region.name] if w.consumer not in told]
+            regions.append(
+                _summary(graph_plan, region, sizes, spec, why[region.name], tried, buffers, engine)
+            )
             if isinstance(region, MatmulRegion):
                 matmuls.append(_shape(region, sizes, graph_plan.direction))
     saved = sum(evaluate(n.type.nbytes, sizes) for n in plan.split.saved)
+    unfused = _unfused(plan.captured.eager(), regions, sizes)
     return PlanSummary(
         tuple(regions),
-        evaluate(plan.captured.eager_bytes(), sizes),
+        sum(o.bytes_read + o.bytes_written for o in unfused),
         sum(r.bytes_read + r.bytes_written for r in regions),
         sum(r.flops for r in regions if r.kind == "matmul"),
         saved,
         tuple(matmuls),
+        buffers.summaries(),
+        unfused,
     )
 
 
 def _summary(
     plan: GraphPlan, region: Region, sizes: Mapping[str, int], spec: DeviceSpec,
-    why: list[WhyNotFused],
+    why: list[WhyNotFused], tried: list[WhyNotFused], buffers: Buffers, engine: Engine,
 ) -> RegionSummary:  # fmt: skip
-    read = sum(read_bytes(region, n, plan.buffers, sizes) for n in region.reads(plan.buffers))
-    written = written_bytes(region, sizes)
+    reads = [Use(buffers.name(n), read_bytes(region, n, plan.buffers, sizes))
+             for n in region.reads(plan.buffers)]  # fmt: skip
+    read, written = sum(u.nbytes for u in reads), written_bytes(region, sizes)
     work = flops(region, sizes)
     kernels: tuple[str, ...] = ()
     launches = 1
@@ -158,19 +228,40 @@ def _summary(
             launches = 2
     dtype = None if isinstance(region, RowRegion) else region.node.dtype
     seconds = cost.seconds(read + written, work, launches, spec, dtype)
-    ops = dict.fromkeys(_label(n) for n in computed(region))
+    ops = dict.fromkeys(place(n) for n in computed(region))
     sentence = "; ".join(f"→ {w.consumer}: {w.reason}" for w in why)
     return RegionSummary(
         region.name, plan.direction, region.kind, tuple(ops), read, written, work,
         seconds * 1e3, launches, kernels,
         sentence or "its results leave the graph",
+        lines_of(region, plan.direction), tuple(reads),
+        tuple(Use(buffers.name(n), evaluate(n.type.nbytes, sizes)) for n in region.writes()),
+        tuple(why), tuple(tried),
+        engine(region) if isinstance(region, MatmulRegion) else "",
     )  # fmt: skip
 
 
-def _label(node: Node) -> str:
-    origin = node.origin
-    where = f"{origin.location or ''}{f' ({origin.module})' if origin.module else ''}".strip()
-    return where or origin.op
+def _unfused(
+    operators: Sequence[Operator], regions: Sequence[RegionSummary], sizes: Mapping[str, int]
+) -> tuple[OperatorSummary, ...]:
+    """Each operator of the unfused graph with the regions that hold its line: those of its own
+    kind, product or not, where there are any."""
+    homes: dict[tuple[str, str], list[RegionSummary]] = {}
+    for region in regions:
+        for line in region.lines:
+            if not line.recomputed:
+                homes.setdefault((str(line), region.direction), []).append(region)
+    result = []
+    for op in operators:
+        name, origin = _short(op.origin.op), op.origin
+        line = str(Line(origin.location or origin.op, origin.module or "", ()))
+        at = homes.get((line, origin.direction), [])
+        alike = [r for r in at if (r.kind in ("matmul", "extern")) == (name in PRODUCTS)]
+        result.append(OperatorSummary(
+            op.name, name, line, origin.direction, op.sources, evaluate(op.read, sizes),
+            evaluate(op.written, sizes), tuple(r.name for r in alike or at),
+        ))  # fmt: skip
+    return tuple(result)
 
 
 def _shape(region: MatmulRegion, sizes: Mapping[str, int], direction: Direction) -> MatmulShape:
@@ -178,56 +269,3 @@ def _shape(region: MatmulRegion, sizes: Mapping[str, int], direction: Direction)
     n = evaluate(region.b.shape[2], sizes)
     return MatmulShape(batch, m, n, k, region.a.strides[2] != 1, region.b.strides[2] != 1,
                        region.node.dtype, direction)  # fmt: skip
-
-
-def explain(fused: Any, *inputs: Any, **kwargs: Any) -> str:
-    """The text of `megafuse.explain`."""
-    from megafuse.device import H200, spec_for
-
-    if inputs or kwargs:
-        call = fused._call(inputs, kwargs)
-        if call is None:
-            raise InputError("this call runs the original module; there is no plan to explain")
-        compiled, tensors, _ = call
-        sizes = compiled.plan.sizes_of(tensors)
-    else:
-        plans = [p for same in fused._plans.values() for p in same]
-        if not plans:
-            raise InputError("no plan yet: call the module, or pass example inputs to explain")
-        compiled = plans[-1]
-        sizes = compiled.plan.hints
-    spec = spec_for(compiled.device) if compiled.device.type == "cuda" else H200
-    summary = summarize(compiled.plan, sizes, spec)
-    return render(summary, sizes, spec)
-
-
-def render(summary: PlanSummary, sizes: Mapping[str, int], spec: DeviceSpec) -> str:
-    """One paragraph a region; bytes in MB (10^6), predicted times for `spec`."""
-    at = ", ".join(f"{k}={v}" for k, v in sizes.items())
-    lines = [f"megafuse plan{f' at {at}' if at else ''}; times predicted for {spec.name}"]
-    for direction in ("forward", "backward"):
-        mine = [r for r in summary.regions if r.direction == direction]
-        if mine:
-            total = sum(r.predicted_ms for r in mine)
-            lines += ["", f"{direction}: {len(mine)} regions, {total:.3f} ms predicted"]
-        for r in mine:
-            work = f"{r.flops / 1e9:.1f} GFLOP, " if r.kind == "matmul" else ""
-            lines.append(
-                f"  {r.name:<4}{r.kind:<7} reads {r.bytes_read / 1e6:.2f} MB, writes "
-                f"{r.bytes_written / 1e6:.2f} MB, {work}{r.predicted_ms * 1e3:.1f} us"
-            )
-            lines.append(f"       from {_shorten(r.ops)}")
-            lines += [f"       {part}" for part in r.why.split("; →")[:1]]
-            lines += [f"       →{part}" for part in r.why.split("; →")[1:]]
-    lines += [
-        "",
-        f"moves {summary.fused_bytes / 1e6:.2f} MB; one operator at a time moves "
-        f"{summary.unfused_bytes / 1e6:.2f} MB. Saved for backward: "
-        f"{summary.saved_bytes / 1e6:.2f} MB.",
-    ]
-    return "\n".join(lines)
-
-
-def _shorten(ops: tuple[str, ...], most: int = 6) -> str:
-    shown = ", ".join(ops[:most])
-    return shown + (f" and {len(ops) - most} more" if len(ops) > most else "")

@@ -221,15 +221,15 @@ class FusedModule(nn.Module):
 
     def summary(self, *args: Any, **kwargs: Any) -> PlanSummary:
         """What the plan for this call moves and computes; see `PlanSummary`."""
-        from megafuse.device import H200, spec_for
+        from megafuse.device import predicted_for
         from megafuse.fusion.describe import summarize
 
         call = self._call(args, kwargs)
         if call is None:
             raise InputError("this call runs the original module; there is no plan to describe")
         compiled, tensors, _ = call
-        spec = spec_for(compiled.device) if compiled.device.type == "cuda" else H200
-        return summarize(compiled.plan, compiled.plan.sizes_of(tensors), spec)
+        sizes = compiled.plan.sizes_of(tensors)
+        return summarize(compiled.plan, sizes, predicted_for(compiled.device))
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megafuse.device import cpu_name
+
 _NVIDIA_FIELDS = (
     "driver_version",
     "clocks.sm",
@@ -37,7 +39,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "packages": {
             "torch": torch.__version__,
@@ -108,12 +110,3 @@ def output_of(command: list[str], timeout: float = 20.0) -> str | None:
         return None
     return done.stdout.strip()
 
-
-def _cpu_name() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or None

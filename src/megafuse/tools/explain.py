@@ -1,0 +1,179 @@
+"""`megafuse.explain`: a plan in words, or as a page (`tools.plan_page`)."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megafuse.device import DeviceSpec, predicted_for
+from megafuse.errors import CacheError, InputError
+from megafuse.fusion.describe import summarize
+from megafuse.fusion.plan import MatmulRegion, WhyNotFused
+from megafuse.fusion.summary import PlanSummary, RegionSummary
+from megafuse.tools.tables import gigabytes
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A plan at given run-time sizes. title: what was fused; where: the device it runs on."""
+
+    title: str
+    where: str
+    summary: PlanSummary
+    sizes: Mapping[str, int]
+    spec: DeviceSpec
+
+    @property
+    def rates(self) -> str:
+        """What the predicted times rest on, in words."""
+        text = f"times predicted for {self.spec.name}, {self.spec.source}"
+        return text if self.spec.measured else text + " (`megafuse calibrate` measures yours)"
+
+    def __str__(self) -> str:
+        return render(self)
+
+    def html(self) -> str:
+        """The same as one page with pictures, self-contained."""
+        from megafuse.tools.plan_page import page
+
+        return page(self)
+
+
+def explain(fused: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> Explanation:  # noqa: B006
+    """The plan of a call; with no arguments, the plan made last. Raises InputError where there is
+    none."""
+    if args or kwargs:
+        call = fused._call(args, dict(kwargs))
+        if call is None:
+            raise InputError("this call runs the original module; there is no plan to explain")
+        compiled, tensors, _ = call
+        sizes = compiled.plan.sizes_of(tensors)
+    else:
+        plans = [p for same in fused._plans.values() for p in same]
+        if not plans:
+            raise InputError("no plan yet: call the module, or pass example inputs to explain")
+        compiled = plans[-1]
+        sizes = compiled.plan.hints
+    spec = predicted_for(compiled.device)
+    summary = summarize(
+        compiled.plan, sizes, spec, _names(fused.original, compiled.plan),
+        lambda region: _engine(region, sizes, spec),
+    )  # fmt: skip
+    original = fused.original
+    named = type(original).__name__ if isinstance(original, nn.Module) else original
+    title = named if isinstance(named, str) else getattr(original, "__name__", "function")
+    return Explanation(title, compiled.device.type, summary, sizes, spec)
+
+
+def write_page(explanation: Explanation, path: Path | str) -> None:
+    """Write the page to `path`. Raises CacheError when that cannot be written."""
+    try:
+        Path(path).write_text(explanation.html(), encoding="utf-8")
+    except OSError as error:
+        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _names(original: Any, plan: Any) -> list[str]:
+    """The call's flat tensors as the user knows them: parameters and buffers by their path, then
+    arguments by position; those that cannot be told stay numbered."""
+    total = sum(n.attrs.get("role") == "primal" for n in plan.split.forward.inputs)
+    module = isinstance(original, nn.Module)
+    own = [*original.named_parameters(), *original.named_buffers()] if module else []
+    names = [name for name, _ in own][:total]
+    try:
+        parameters = list(inspect.signature(original.forward if module else original).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    return names + parameters[: total - len(names)]
+
+
+def _engine(region: MatmulRegion, sizes: Mapping[str, int], spec: DeviceSpec) -> str:
+    """What runs a product on `spec`: a tile of our kernel, or torch and why."""
+    from megafuse.codegen.matmul import ARCH
+    from megafuse.runtime.matmul import Matmul
+    from megafuse.runtime.product import product_of
+
+    if spec.arch != ARCH:
+        return f"PyTorch's product: the generated kernel is written for {ARCH}"
+    return Matmul.choose(product_of(region, sizes), spec.arch, spec.sm_count)
+
+
+def render(explanation: Explanation) -> str:
+    """A paragraph a region, within 100 columns."""
+    summary = explanation.summary
+    at = ", ".join(f"{k}={v}" for k, v in explanation.sizes.items())
+    head = f"megafuse plan of {explanation.title}{f' at {at}' if at else ''}"
+    lines = [head, explanation.rates]
+    for direction in ("forward", "backward"):
+        mine = [r for r in summary.regions if r.direction == direction]
+        if not mine:
+            continue
+        before = sum(o.direction == direction for o in summary.unfused)
+        total = sum(r.predicted_ms for r in mine)
+        lines += ["", f"{direction}: {len(mine)} regions for {before} operators, "
+                  f"{total:.3f} ms predicted"]  # fmt: skip
+        for region in mine:
+            lines += _paragraph(region)
+    live = summary.live_bytes()
+    peak = max(range(len(live)), key=lambda i: live[i], default=None)
+    lines += ["", f"moves {gigabytes(summary.fused_bytes)}; one operator at a time moves "
+              f"{gigabytes(summary.unfused_bytes)}. "
+              f"Saved for backward: {gigabytes(summary.saved_bytes)}."]  # fmt: skip
+    if peak is not None:
+        lines.append(f"allocates at most {gigabytes(live[peak])}, while "
+                     f"{summary.regions[peak].name} runs.")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _paragraph(region: RegionSummary) -> Iterator[str]:
+    work = f", {region.flops / 1e9:.2f} GFLOP" if region.kind == "matmul" else ""
+    yield (
+        f"  {region.name:<4}{region.kind:<7} reads {gigabytes(region.bytes_read)}, writes "
+        f"{gigabytes(region.bytes_written)}{work}, {region.predicted_ms * 1e3:.1f} us"
+    )
+    places = merged_lines(region)
+    wide = max(map(len, places), default=0)
+    for place, ops in places.items():
+        yield from _wrapped(f"{place:<{wide}}  {ops}", wide + 2)
+    if region.engine:  # the page has the tiles it was compared with
+        yield from _wrapped(region.engine.partition(", predicted")[0], 2)
+    for targets, reason in _together(region.boundaries):
+        yield from _wrapped(f"→ {targets}: {reason}", 2)
+    for targets, reason in _together(region.tried):
+        yield from _wrapped(f"✗ merging with {targets} refused: {reason}", 2)
+    if not region.boundaries:
+        yield from _wrapped("→ its results leave the graph", 2)
+
+
+def merged_lines(region: RegionSummary) -> dict[str, str]:
+    """Each line of the user's code once, with the operators that the region computes of it."""
+    found: dict[str, list[str]] = {}
+    for line in sorted(region.lines, key=lambda x: x.recomputed):
+        ops = ", ".join(line.ops)
+        found.setdefault(str(line), []).append(f"recomputed: {ops}" if line.recomputed else ops)
+    order = dict.fromkeys(map(str, region.lines))
+    return {place: "; ".join(found[place]) for place in order}
+
+
+def _together(whys: Sequence[WhyNotFused]) -> Iterator[tuple[str, str]]:
+    """Regions that share a reason, and the reason."""
+    by_reason: dict[str, list[str]] = {}
+    for why in whys:
+        by_reason.setdefault(why.reason, []).append(why.consumer)
+    for reason, names in by_reason.items():
+        yield ", ".join(names), reason
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=" " * 7, subsequent_indent=" " * (7 + indent),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
