@@ -35,9 +35,7 @@ def fuse(
     return fused
 
 
-def explain(
-    fused: FusedModule, *inputs: Any, html: Path | str | None = None, **kwargs: Any
-) -> str:
+def explain(fused: FusedModule, *inputs: Any, html: Path | str | None = None, **kwargs: Any) -> str:
     """The plan for this call, readable: regions, why each boundary is there, bytes, predicted time.
 
     With no arguments, the plan made last. html: also write it as one self-contained page, with

@@ -69,10 +69,19 @@ def demo(common: Common, seeds: int, samples: int, warmup: int) -> None:
 
 
 @main.command(epilog=SUBGRAPHS)
+@click.option(
+    "--html",
+    type=_JSON,
+    metavar="FILE",
+    help="Also write it as one self-contained page: the graph before and after, buffers and "
+    "their lifetimes.",
+)
 @common
-def explain(common: Common) -> None:
+def explain(common: Common, html: Path | None) -> None:
     """Print the plan for SUBGRAPH: regions, the reason for each boundary, bytes, predicted time."""
-    click.echo(common.candidate().explain())
+    click.echo(common.candidate().explain(html))
+    if html:
+        click.echo(f"page: {html}", err=True)
 
 
 @main.command(epilog=SUBGRAPHS)

@@ -1,4 +1,4 @@
-"""What PyTorch runs for a call one operator at a time: the "before" that a plan is compared with."""
+"""What PyTorch runs for a call one operator at a time: what a plan is compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class Operator:
     sources: tuple[str, ...]
     read: Dim
     written: Dim
-
 
 
 def operators(
@@ -49,7 +48,8 @@ def operators(
         operands = [n for n in node.all_input_nodes if "val" in n.meta]
         sources = tuple(dict.fromkeys(s for n in operands for s in named.get(n, ())))
         if not _computes(node):
-            named[node] = sources
+            size = isinstance(node.meta.get("val"), (int, torch.SymInt))
+            named[node] = () if size else sources
             continue
         named[node] = (node.name,)
         read = as_dim(sum(nbytes(n.meta["val"]) for n in operands))
@@ -67,5 +67,3 @@ def _computes(node: torch.fx.Node) -> bool:
     if "val" not in node.meta or isinstance(node.meta["val"], (int, torch.SymInt)):
         return False
     return not str(node.target).startswith(("aten._unsafe_view", "aten.detach"))
-
-

@@ -84,7 +84,7 @@ def _load(path: Path, device: str) -> Rates | None:
 
 
 def store(rates: Rates) -> Path:
-    """Replaces the file for `rates.device` in one step. Raises OSError when it cannot be written."""
+    """Replaces the file for `rates.device` in one step. Raises OSError when that fails."""
     path = path_for(rates.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".rates-")

@@ -61,6 +61,6 @@ def install(monkeypatch, change=None):
     api = types.ModuleType("megafuse.api")
     api.FusedModule = FusedModule
     api.fuse = lambda module, *args, options=None, **kwargs: FusedModule(module, options, change)
-    api.explain = lambda fused, *args, **kwargs: "PLAN: F1, F2, B1"
+    api.explain = lambda fused, *args, html=None, **kwargs: "PLAN: F1, F2, B1"
     monkeypatch.setitem(sys.modules, "megafuse.api", api)
     return api

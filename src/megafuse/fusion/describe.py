@@ -105,20 +105,17 @@ def boundaries(plan: GraphPlan) -> dict[str, list[WhyNotFused]]:
     return result
 
 
-def _reason(
-    a: Region, b: Region, node: Node, refused: Mapping[tuple[str, str], str]
-) -> str:
-    row = node.shape[-1]
+def _reason(a: Region, b: Region, node: Node, refused: Mapping[tuple[str, str], str]) -> str:
     if isinstance(b, MatmulRegion):
         if isinstance(a, MatmulRegion):
             return "a product reads its operand many times, so it is complete in memory first"
-        return (f"the product reads each element of {node.type} once for every output tile beside "
-                "it, so it is written once and read from memory")  # fmt: skip
+        return ("a product reads each element of its operands once for every output tile beside "
+                "it, so they are written once and read from memory")  # fmt: skip
     if isinstance(a, ExternRegion) or isinstance(b, ExternRegion):
         return "PyTorch runs the operator on one side, which reads and writes memory"
     if isinstance(a, MatmulRegion):
-        return (f"a row of {node.type} has {row} elements and spans many output tiles, so what "
-                "needs whole rows waits, and the rest rides along in their walk")  # fmt: skip
+        return ("a row of a product's result spans many output tiles, so what needs whole rows "
+                "waits, and the rest rides along in their walk")  # fmt: skip
     names_a = {n.name for r in a.roots for n in (r.node, r.target)}
     names_b = {n.name for r in b.roots for n in (r.node, r.target)}
     for (producer, consumer), reason in refused.items():
@@ -152,12 +149,16 @@ def lines_of(region: Region, direction: Direction) -> tuple[Line, ...]:
     """The user's lines that a region computes, each with its operators; casts are left out where
     anything else is there to name."""
     found: dict[tuple[str, str, bool], dict[str, None]] = {}
-    for node in computed(region):
+    nodes = computed(region)
+    if not nodes and isinstance(region, RowRegion):  # rearranges elements and computes nothing
+        nodes = [r.node for r in region.roots]
+    for node in nodes:
         origin = node.origin
         again = direction == "backward" and origin.direction == "forward" and is_pointwise(node)
         key = origin.location or origin.op, origin.module or "", again
         name = str(node.attrs["target"]) if node.op == "extern" else origin.op or node.op
-        found.setdefault(key, {})[_short(name)] = None
+        known = is_pointwise(node) or is_reduction(node) or not isinstance(region, RowRegion)
+        found.setdefault(key, {})[_short(name) if known else "copy"] = None
     return tuple(
         Line(location, module, tuple(n for n in names if n != "cast") or ("cast",), again)
         for (location, module, again), names in found.items()
@@ -246,22 +247,39 @@ def _unfused(
 ) -> tuple[OperatorSummary, ...]:
     """Each operator of the unfused graph with the regions that hold its line: those of its own
     kind, product or not, where there are any."""
-    homes: dict[tuple[str, str], list[RegionSummary]] = {}
+    homes: dict[tuple[str, str], list[tuple[RegionSummary, Line]]] = {}
     for region in regions:
         for line in region.lines:
             if not line.recomputed:
-                homes.setdefault((str(line), region.direction), []).append(region)
+                homes.setdefault((str(line), region.direction), []).append((region, line))
     result = []
     for op in operators:
         name, origin = _short(op.origin.op), op.origin
-        line = str(Line(origin.location or origin.op, origin.module or "", ()))
-        at = homes.get((line, origin.direction), [])
-        alike = [r for r in at if (r.kind in ("matmul", "extern")) == (name in PRODUCTS)]
+        where = str(Line(origin.location or origin.op, origin.module or "", ()))
+        written = evaluate(op.written, sizes)
+        at = _homes_of(name, written, homes.get((where, origin.direction), []))
         result.append(OperatorSummary(
-            op.name, name, line, origin.direction, op.sources, evaluate(op.read, sizes),
-            evaluate(op.written, sizes), tuple(r.name for r in alike or at),
+            op.name, name, where, origin.direction, op.sources, evaluate(op.read, sizes), written,
+            tuple(r.name for r in at),
         ))  # fmt: skip
     return tuple(result)
+
+
+def _homes_of(
+    name: str, written: int, places: Sequence[tuple[RegionSummary, Line]]
+) -> list[RegionSummary]:
+    """Of the regions that hold a line, those that may hold its operator `name`."""
+    if name in PRODUCTS:  # one line may hold several
+        products = [r for r, _ in places if r.kind in ("matmul", "extern")]
+        alike = [r for r in products if r.bytes_written == written]
+        return alike or products or [r for r, _ in places]
+    named = [r for r, line in places if name in line.ops]
+    if named:
+        return named
+    copies = [r for r, line in places if line.ops == ("copy",)]
+    if name in ("clone", "stack", "cat", "_to_copy"):
+        return copies
+    return [r for r, _ in places if r.kind != "matmul" and r not in copies]
 
 
 def _shape(region: MatmulRegion, sizes: Mapping[str, int], direction: Direction) -> MatmulShape:

@@ -45,9 +45,10 @@ def calibrate(device: torch.device, progress: Progress = lambda *_: None) -> tup
 
 def measure(device: torch.device, progress: Progress = lambda *_: None) -> Rates:
     """The rates of `device`, each the median of several runs."""
+    large = 2 << 30 if _is_cuda(device) else 256 << 20
     cache_bytes = _cache_bytes(device) // 2  # the other half is left to what else is in use
     steps: dict[str, Callable[[], float]] = {
-        "copy out of memory": lambda: _copy_rate(device, 2 << 30 if _is_cuda(device) else 256 << 20),
+        "copy out of memory": lambda: _copy_rate(device, large),
         "copy out of cache": lambda: _copy_rate(device, cache_bytes),
         "a launch": lambda: _launch_seconds(device),
     }

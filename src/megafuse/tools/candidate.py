@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,12 +77,13 @@ class Candidate:
         self.forget(torch.float32)
         return report
 
-    def explain(self) -> str:
-        """The plan for the first seed's sizes, readable, with the reason for each boundary."""
+    def explain(self, html: Path | None = None) -> str:
+        """The plan for the first seed's sizes, readable, with the reason for each boundary. html:
+        also write it as a page."""
         from megafuse.api import explain
 
         case, fused = self.make(self.seed)
-        return explain(cast("FusedModule", fused), *case.args, **case.kwargs)
+        return explain(cast("FusedModule", fused), *case.args, html=html, **case.kwargs)
 
     def ready(self) -> Ready:
         """The case of the first seed, bound to everything a measurement needs."""

@@ -109,4 +109,3 @@ def output_of(command: list[str], timeout: float = 20.0) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-

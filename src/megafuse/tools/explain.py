@@ -23,13 +23,15 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan at given run-time sizes. title: what was fused; where: the device it runs on."""
+    """A plan at given run-time sizes. title: what was fused; where: the device it runs on;
+    arguments: names of the input buffers that are no parameters of the module."""
 
     title: str
     where: str
     summary: PlanSummary
     sizes: Mapping[str, int]
     spec: DeviceSpec
+    arguments: tuple[str, ...] = ()
 
     @property
     def rates(self) -> str:
@@ -47,11 +49,13 @@ class Explanation:
         return page(self)
 
 
-def explain(fused: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}) -> Explanation:  # noqa: B006
+def explain(
+    fused: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Explanation:
     """The plan of a call; with no arguments, the plan made last. Raises InputError where there is
     none."""
     if args or kwargs:
-        call = fused._call(args, dict(kwargs))
+        call = fused._call(args, dict(kwargs or {}))
         if call is None:
             raise InputError("this call runs the original module; there is no plan to explain")
         compiled, tensors, _ = call
@@ -63,14 +67,14 @@ def explain(fused: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = 
         compiled = plans[-1]
         sizes = compiled.plan.hints
     spec = predicted_for(compiled.device)
-    summary = summarize(
-        compiled.plan, sizes, spec, _names(fused.original, compiled.plan),
-        lambda region: _engine(region, sizes, spec),
-    )  # fmt: skip
     original = fused.original
-    named = type(original).__name__ if isinstance(original, nn.Module) else original
-    title = named if isinstance(named, str) else getattr(original, "__name__", "function")
-    return Explanation(title, compiled.device.type, summary, sizes, spec)
+    names, own = _names(original, compiled.plan)
+    summary = summarize(
+        compiled.plan, sizes, spec, names, lambda region: _engine(region, sizes, spec)
+    )
+    name = getattr(original, "__name__", None) or type(original).__name__
+    arguments = tuple(f"x{i}" for i in range(own, len(names)))
+    return Explanation(name, compiled.device.type, summary, sizes, spec, arguments)
 
 
 def write_page(explanation: Explanation, path: Path | str) -> None:
@@ -81,18 +85,20 @@ def write_page(explanation: Explanation, path: Path | str) -> None:
         raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def _names(original: Any, plan: Any) -> list[str]:
-    """The call's flat tensors as the user knows them: parameters and buffers by their path, then
-    arguments by position; those that cannot be told stay numbered."""
-    total = sum(n.attrs.get("role") == "primal" for n in plan.split.forward.inputs)
+def _names(original: Any, plan: Any) -> tuple[list[str], int]:
+    """The call's flat tensors as the user knows them, and how many are the module's own: parameters
+    and buffers by their path, then arguments by position, numbered where that tells no name."""
+    total = sum(n.attrs["role"] == "primal" for n in plan.split.forward.inputs)
     module = isinstance(original, nn.Module)
-    own = [*original.named_parameters(), *original.named_buffers()] if module else []
-    names = [name for name, _ in own][:total]
+    named = [*original.named_parameters(), *original.named_buffers()] if module else []
+    own = [name for name, _ in named][:total]
     try:
         parameters = list(inspect.signature(original.forward if module else original).parameters)
     except (TypeError, ValueError):
         parameters = []
-    return names + parameters[: total - len(names)]
+    rest = total - len(own)
+    names = own + parameters[:rest]
+    return names + [f"argument {i}" for i in range(len(names) - len(own), rest)], len(own)
 
 
 def _engine(region: MatmulRegion, sizes: Mapping[str, int], spec: DeviceSpec) -> str:
@@ -112,6 +118,7 @@ def render(explanation: Explanation) -> str:
     at = ", ".join(f"{k}={v}" for k, v in explanation.sizes.items())
     head = f"megafuse plan of {explanation.title}{f' at {at}' if at else ''}"
     lines = [head, explanation.rates]
+    reasons = _Reasons(summary)
     for direction in ("forward", "backward"):
         mine = [r for r in summary.regions if r.direction == direction]
         if not mine:
@@ -121,7 +128,7 @@ def render(explanation: Explanation) -> str:
         lines += ["", f"{direction}: {len(mine)} regions for {before} operators, "
                   f"{total:.3f} ms predicted"]  # fmt: skip
         for region in mine:
-            lines += _paragraph(region)
+            lines += _paragraph(region, reasons)
     live = summary.live_bytes()
     peak = max(range(len(live)), key=lambda i: live[i], default=None)
     lines += ["", f"moves {gigabytes(summary.fused_bytes)}; one operator at a time moves "
@@ -133,24 +140,66 @@ def render(explanation: Explanation) -> str:
     return "\n".join(lines)
 
 
-def _paragraph(region: RegionSummary) -> Iterator[str]:
+class _Reasons:
+    """Sentences in full once, and by a letter from then on."""
+
+    def __init__(self, summary: PlanSummary) -> None:
+        said = [w.reason for r in summary.regions for w in (*r.boundaries, *r.tried)]
+        said += [r.engine for r in summary.regions]
+        often = [s for s in dict.fromkeys(said) if s and said.count(s) > 2]
+        self._letters = {s: f"[{chr(ord('a') + i)}]" for i, s in enumerate(often[:26])}
+        self._told: set[str] = set()
+
+    def say(self, sentence: str, short: str = "") -> str:
+        """`sentence`, or what stands for it; short: how to say it the first time."""
+        letter = self._letters.get(sentence)
+        if letter is None:
+            return short or sentence
+        if sentence in self._told:
+            return letter
+        self._told.add(sentence)
+        return f"{short or sentence} {letter}"
+
+
+def _paragraph(region: RegionSummary, reasons: _Reasons) -> Iterator[str]:
     work = f", {region.flops / 1e9:.2f} GFLOP" if region.kind == "matmul" else ""
-    yield (
-        f"  {region.name:<4}{region.kind:<7} reads {gigabytes(region.bytes_read)}, writes "
-        f"{gigabytes(region.bytes_written)}{work}, {region.predicted_ms * 1e3:.1f} us"
+    head = f"  {region.name:<4}{region.kind:<7} "
+    cost = (
+        f"reads {gigabytes(region.bytes_read)}, writes {gigabytes(region.bytes_written)}{work}, "
+        f"{region.predicted_ms * 1e3:.1f} us"
     )
     places = merged_lines(region)
-    wide = max(map(len, places), default=0)
-    for place, ops in places.items():
-        yield from _wrapped(f"{place:<{wide}}  {ops}", wide + 2)
+    only = " ".join(next(iter(places.items()))) if len(places) == 1 else ""
+    if only and len(head + cost + only) + 2 <= WIDTH:
+        yield f"{head}{cost}  {only}"
+    else:
+        yield head + cost
+        wide = max(map(len, places), default=0)
+        for place, ops in places.items():
+            yield from _wrapped(f"{place:<{wide}}  {ops}", wide + 2)
+    tails = []
     if region.engine:  # the page has the tiles it was compared with
-        yield from _wrapped(region.engine.partition(", predicted")[0], 2)
-    for targets, reason in _together(region.boundaries):
-        yield from _wrapped(f"→ {targets}: {reason}", 2)
-    for targets, reason in _together(region.tried):
-        yield from _wrapped(f"✗ merging with {targets} refused: {reason}", 2)
+        tails.append(reasons.say(region.engine, region.engine.partition(", predicted")[0]))
+    for targets, reason in together(region.boundaries):
+        tails.append(f"→ {targets}: {reasons.say(reason)}")
     if not region.boundaries:
-        yield from _wrapped("→ its results leave the graph", 2)
+        tails.append("→ its results leave the graph")
+    for targets, reason in together(region.tried):
+        tails.append(f"✗ merging with {targets} refused: {reasons.say(reason)}")
+    yield from _joined(tails)
+
+
+def _joined(tails: Sequence[str]) -> Iterator[str]:
+    """Several on one line where they fit."""
+    line = ""
+    for tail in tails:
+        longer = f"{line}; {tail}" if line else tail
+        if line and len(longer) > WIDTH - 7:
+            yield from _wrapped(line, 2)
+            longer = tail
+        line = longer
+    if line:
+        yield from _wrapped(line, 2)
 
 
 def merged_lines(region: RegionSummary) -> dict[str, str]:
@@ -163,7 +212,7 @@ def merged_lines(region: RegionSummary) -> dict[str, str]:
     return {place: "; ".join(found[place]) for place in order}
 
 
-def _together(whys: Sequence[WhyNotFused]) -> Iterator[tuple[str, str]]:
+def together(whys: Sequence[WhyNotFused]) -> Iterator[tuple[str, str]]:
     """Regions that share a reason, and the reason."""
     by_reason: dict[str, list[str]] = {}
     for why in whys:

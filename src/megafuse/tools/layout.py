@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 _SWEEPS = 12
 _LANE = 10.0  # width that an edge passing a layer takes
+_PULL = 0.85  # below 1, so that a drawing stays near its middle rather than drift sideways
 
 
 @dataclass
@@ -49,7 +51,8 @@ def lay_out(
     _assign_layers(boxes, edges)
     drawing = Drawing(boxes, {})
     depth = max((b.layer for b in boxes.values()), default=-1) + 1
-    drawing.layers = layers = [[] for _ in range(depth)]
+    layers: list[list[Box]] = [[] for _ in range(depth)]
+    drawing.layers = layers
     for box in boxes.values():
         layers[box.layer].append(box)
     below: dict[str, list[Box]] = {}
@@ -62,7 +65,7 @@ def lay_out(
             route.append(dummy)
         route.append(boxes[b])
         drawing.routes[a, b] = route
-        for x, y in zip(route, route[1:], strict=False):
+        for x, y in pairwise(route):
             below.setdefault(x.name, []).append(y)
             above.setdefault(y.name, []).append(x)
     _order(layers, above, below)
@@ -110,12 +113,14 @@ def _order(layers: list[list[Box]], above: Neighbours, below: Neighbours) -> Non
         for layer in layers if down else reversed(layers):
             near = above if down else below
 
-            def centre(box: Box, near: Neighbours = near) -> float:
+            def centre(
+                box: Box, near: Neighbours = near, rank: Mapping[str, float] = rank
+            ) -> float:
                 places = [rank[n.name] for n in near.get(box.name, ())]
                 return sum(places) / len(places) if places else rank[box.name]
 
             layer.sort(key=centre)
-            rank |= {b.name: float(i) for i, b in enumerate(layer)}
+            rank.update({b.name: float(i) for i, b in enumerate(layer)})
         count = _crossings(layers, below)
         if count < best[0]:
             best = count, [list(layer) for layer in layers]
@@ -125,7 +130,7 @@ def _order(layers: list[list[Box]], above: Neighbours, below: Neighbours) -> Non
 
 def _crossings(layers: Sequence[Sequence[Box]], below: Neighbours) -> int:
     count = 0
-    for upper, lower in zip(layers, layers[1:], strict=False):
+    for upper, lower in pairwise(layers):
         rank = {b.name: i for i, b in enumerate(lower)}
         ends = [rank[n.name] for b in upper for n in
                 sorted(below.get(b.name, ()), key=lambda n: rank[n.name])]  # fmt: skip
@@ -145,7 +150,8 @@ def _place(
             wanted = []
             for box in layer:
                 others = near.get(box.name, ())
-                wanted.append(sum(o.x for o in others) / len(others) if others else box.x)
+                mean = sum(o.x for o in others) / len(others) if others else box.x
+                wanted.append(_PULL * mean)
             _spread(layer, wanted, gap)
 
 
@@ -154,7 +160,7 @@ def _spread(layer: Sequence[Box], wanted: Sequence[float], gap: float) -> None:
     regression by pooling neighbours, once the distances are taken off. Dummies weigh more, so that
     long edges run straight."""
     offsets = [0.0]
-    for a, b in zip(layer, layer[1:], strict=False):
+    for a, b in pairwise(layer):
         offsets.append(offsets[-1] + (a.width + b.width) / 2 + gap)
     pools: list[tuple[float, float, int]] = []  # sum of weights, weighted mean, members
     for box, want, offset in zip(layer, wanted, offsets, strict=False):

@@ -66,6 +66,8 @@ def milliseconds(value: float) -> str:
 
 def gigabytes(value: float) -> str:
     """Bytes as GB, or MB below 0.1 GB (decimal: what bandwidths are stated in)."""
+    if value < 1e3:
+        return f"{value:.0f} B"
     if value < 1e5:
         return f"{value / 1e3:.1f} kB"
     return f"{value / 1e9:.3f} GB" if value >= 1e8 else f"{value / 1e6:.2f} MB"
