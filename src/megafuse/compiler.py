@@ -84,7 +84,8 @@ def make_plan(
     backward = None
     if split.backward is not None:
         see(split.backward)
-        backward = Planner(split.backward, "backward", hints, options.fuel).plan()
+        fuel = None if options.fuel is None else options.fuel - len(forward.merges)
+        backward = Planner(split.backward, "backward", hints, fuel).plan()
         observe("plan-backward.txt", dump.plan_text(backward))
     observe("plan-forward.txt", dump.plan_text(forward))
     observe("repro.py", dump.repro(joint, captured.outputs, len(tensors), list(needs_grad), hints,

@@ -31,7 +31,8 @@ class Options:
     sanitize: build host code under the address and undefined-behaviour sanitizers.
     debug: bounds-checked and trap-on-fault builds of the generated code.
     dump: directory for every stage of the pipeline (``MEGAFUSE_DUMP``); None writes nothing.
-    fuel: stop merging regions after this many fusions (``MEGAFUSE_FUEL``), for bisection.
+    fuel: stop merging regions after this many fusions (``MEGAFUSE_FUEL``), forward's first, for
+        bisection.
     """
 
     rounding: Literal["fp32", "eager"] = "fp32"

@@ -200,10 +200,20 @@ class ExternRegion:
 Region = RowRegion | MatmulRegion | ExternRegion
 
 
+@dataclass(frozen=True)
+class Merge:
+    """One fusion as it happened: two regions, and the one that they became."""
+
+    first: RowRegion
+    second: RowRegion
+    result: RowRegion
+
+
 @dataclass
 class GraphPlan:
     """One direction. regions: in execution order. buffers: every node that lives in memory. sizes:
-    the run-time sizes of the call it was made for."""
+    the run-time sizes of the call it was made for. merges: the fusions in the order they happened,
+    which is how ``MEGAFUSE_FUEL`` counts them."""
 
     graph: Graph
     direction: Literal["forward", "backward"]
@@ -212,6 +222,7 @@ class GraphPlan:
     results: list[Operand | None]
     refused: list[WhyNotFused]
     sizes: Mapping[str, int] = field(default_factory=dict)
+    merges: list[Merge] = field(default_factory=list)
 
     def rows_of(self, region: RowRegion) -> int:
         """Rows of the region's first stage at the sizes the plan was made for."""

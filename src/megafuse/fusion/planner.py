@@ -20,6 +20,7 @@ from megafuse.fusion.plan import (
     ExternRegion,
     GraphPlan,
     MatmulRegion,
+    Merge,
     Read,
     Region,
     Root,
@@ -47,6 +48,7 @@ class _State:
     buffers: set[Node]
     regions: list[Region] = field(default_factory=list)
     refused: dict[tuple[Node, Node], WhyNotFused] = field(default_factory=dict)
+    merges: list[Merge] = field(default_factory=list)
 
 
 class Planner:
@@ -92,8 +94,8 @@ class Planner:
             region.name = f"{letter}{i}"
         return GraphPlan(
             self.graph, self.direction, regions, buffers, results, list(state.refused.values()),
-            self.sizes,
-        )
+            self.sizes, state.merges,
+        )  # fmt: skip
 
     # -- buffers
 
@@ -254,6 +256,7 @@ class Planner:
         except Mismatch as reason:
             self._refuse(x, y, state, str(reason))
             return None
+        state.merges.append(Merge(x, y, merged))
         if self._left is not None:
             self._left -= 1
         return merged
