@@ -112,6 +112,52 @@ def check(common: Common, seeds: int, json_path: Path | None) -> None:
 
 
 @main.command(epilog=SUBGRAPHS)
+@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True)
+@common
+def bisect(common: Common, seeds: int) -> None:
+    """Find the first fusion that makes the check fail; exit status 1 when it fails.
+
+    Searches over MEGAFUSE_FUEL, the number of fusions a plan may hold.
+    """
+    from megafuse.tools.bisect import bisect as search
+    from megafuse.tools.tables import console, progress
+
+    out, candidate = console(), common.candidate()
+    out.print(f"[bold]{candidate.subgraph.title}[/bold]")
+    with progress(out) as update:
+        finding = search(candidate, seeds, update)
+    click.echo(finding)
+    if not finding.passed:
+        raise SystemExit(1)
+
+
+@main.command()
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
+@click.option("--json", "json_path", type=_JSON, help="Also write the rates to this file.")
+@traceback_option
+def calibrate(device: str, json_path: Path | None) -> None:
+    """Measure this device's rates once and keep them in the cache: predictions then use them.
+
+    Copy bandwidth out of memory and cache, the time of a launch, the rate of a matrix product.
+    """
+    import torch
+
+    from megafuse.tools import calibrate as tool
+    from megafuse.tools.bench import write_json
+    from megafuse.tools.cli_options import device_kind
+    from megafuse.tools.environment import environment
+    from megafuse.tools.tables import console, progress
+
+    chosen, out = torch.device(device_kind(device)), console()
+    with progress(out) as update:
+        rates, path = tool.calibrate(chosen, update)
+    out.print(tool.comparison(rates, chosen))
+    out.print(f"kept in {path}; explain and profile predict with them from now on", markup=False)
+    if json_path:
+        write_json(json_path, {"rates": rates.to_json(), "environment": environment(chosen)})
+
+
+@main.command(epilog=SUBGRAPHS)
 @click.option(
     "--rivals",
     help="Comma-separated: eager, compile, graphed, products. Default: all on a GPU, eager and "

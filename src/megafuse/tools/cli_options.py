@@ -63,13 +63,7 @@ class Common:
         from megafuse.subgraphs import Settings, SubgraphError, load
         from megafuse.tools.candidate import Candidate
 
-        available = torch.cuda.is_available()
-        kind = self.device if self.device != "auto" else ("cuda" if available else "cpu")
-        if kind == "cuda" and not available:
-            raise SubgraphError(
-                "--device cuda: PyTorch sees no GPU here; `megafuse doctor` says what is missing, "
-                "--device cpu runs the same generated source"
-            )
+        kind = device_kind(self.device)
         dtype = getattr(torch, DTYPES[self.dtype]) if self.dtype else None
         if self.tf32 and dtype is not torch.float32:
             raise SubgraphError("--tf32 is a way to multiply float32: add --dtype float32")
@@ -91,6 +85,22 @@ class Common:
         if self.dtype:
             words += ["--dtype", self.dtype]
         return words + (["--tf32"] if self.tf32 else [])
+
+
+def device_kind(device: str) -> str:
+    """ "cpu" or "cuda" for what --device says. Raises SubgraphError without a GPU to be had."""
+    import torch
+
+    from megafuse.subgraphs import SubgraphError
+
+    available = torch.cuda.is_available()
+    kind = device if device != "auto" else ("cuda" if available else "cpu")
+    if kind == "cuda" and not available:
+        raise SubgraphError(
+            "--device cuda: PyTorch sees no GPU here; `megafuse doctor` says what is missing, "
+            "--device cpu runs the same generated source"
+        )
+    return kind
 
 
 def common(command: F) -> F:
