@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from megafuse.config import Options
+from megafuse.errors import InputError
 from megafuse.runtime.module import FusedModule
 
 
@@ -27,8 +28,11 @@ def fuse(
         (batch) dimension may change freely.
     options: see `Options`.
 
-    Raises CaptureError or UnsupportedError, naming the user's line.
+    Raises CaptureError or UnsupportedError, naming the user's line; InputError for what is neither
+    module nor function.
     """
+    if not callable(target):
+        raise InputError(f"fuse takes an nn.Module or a function, not {type(target).__name__}")
     fused = FusedModule(target, options or Options())
     if example_inputs or example_kwargs:
         fused._call(example_inputs, example_kwargs)

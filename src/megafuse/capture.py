@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
+from megafuse.blame import raised_by_user, users_line
 from megafuse.eager import Operator, operators
 from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
@@ -73,11 +74,16 @@ class Captured:
 _CASTS = {"to", "bfloat16", "half", "float", "type", "type_as"}
 
 
+class DataDependentError(RuntimeError):
+    """Traced code asked for a tensor's values."""
+
+
 class _Provenance(TorchFunctionMode):
     """Tags every traced node with the user's line and module path."""
 
     def __init__(self, module: nn.Module | None) -> None:
         super().__init__()
+        self.unbound: list[Any] = []  # sizes that only tensor values tell, as ShapeEnv meets them
         self.paths: list[str] = [""]
         self.places: dict[int, str] = {}
         self.handles: list[Any] = []
@@ -102,6 +108,9 @@ class _Provenance(TorchFunctionMode):
             tag = f"{place}|{self.paths[-1]}{cast}"
             _set_tag(tag)
         result = func(*args, **(kwargs or {}))
+        if self.unbound:
+            name = getattr(func, "__name__", str(func))
+            raise DataDependentError(f"{name} makes a number or a size out of tensor values")
         if frame is not None:
             for value in tree_flatten(result)[0]:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -203,6 +212,7 @@ def capture(
 
     def _forward(primals: list[torch.Tensor]) -> list[Any]:
         structure["provenance"] = provenance = _Provenance(module)
+        provenance.unbound = getattr(env, "pending_fresh_unbacked_symbols", [])
         try:
             with provenance:
                 result = function(primals)
@@ -249,7 +259,9 @@ def capture(
                 "megafuse never does. Use the out-of-place form (inplace=False); a BatchNorm in "
                 "training updates its buffers, so call .eval() on it or leave it outside."
             ) from error
-        raise CaptureError(_explain(error)) from error
+        failure = CaptureError(_explain(error))
+        failure.own = error if _of_the_users(error) else None
+        raise failure from error
     finally:
         quiet.setLevel(level)
 
@@ -306,10 +318,15 @@ def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
             continue
         raise UnsupportedError(
             f"{node.target} writes in place to a tensor the caller can see "
-            f"({node.meta.get('stack_trace', 'unknown place')}); megafuse never writes to its "
+            f"({_place(node)}); megafuse never writes to its "
             "inputs. Use the out-of-place form, or keep this module outside the fused one "
             "(a BatchNorm in training updates its buffers: call .eval() on it)."
         )
+
+
+def _place(node: torch.fx.Node) -> str:
+    location, _, module = str(node.meta.get("stack_trace") or "|").partition("|")
+    return " ".join(x for x in (location, f"({module})" if module else "") if x) or "unknown place"
 
 
 def _guards(env: ShapeEnv, names: dict[sympy.Symbol, sympy.Symbol]) -> Iterator[sympy.Basic]:
@@ -323,21 +340,24 @@ def _guards(env: ShapeEnv, names: dict[sympy.Symbol, sympy.Symbol]) -> Iterator[
             yield expr
 
 
+def _of_the_users(error: Exception) -> bool:
+    """Whether eager would raise the same: the user's code did, or it was called the wrong way."""
+    if raised_by_user(error):
+        return True
+    called = isinstance(error, TypeError) and users_line(error) is None
+    return called and ("positional argument" in str(error) or "keyword argument" in str(error))
+
+
 def _explain(error: Exception) -> str:
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    frames = []
-    tb = error.__traceback__
-    while tb is not None:
-        name = tb.tb_frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, "<")):
-            frames.append(f"{name}:{tb.tb_lineno}")
-        tb = tb.tb_next
-    where = f" at {frames[-1]}" if frames else ""
+    place = users_line(error)
+    where = f" at {place}" if place else ""
     hint = ""
     text = str(error)
     if "meta" in text and ("cpu" in text or "cuda" in text or "copy out" in text):
         hint = FOREIGN_TENSOR
     if "data-dependent" in str(error) or "DataDependent" in type(error).__name__:
-        hint = (" Control flow that depends on tensor values cannot be captured; move it outside "
-                "the fused module.")  # fmt: skip
+        first = first.rstrip(".") + "."
+        hint = (" Control flow and sizes that depend on tensor values cannot be captured; move "
+                "them outside the fused module.")  # fmt: skip
     return f"tracing failed{where}: {type(error).__name__}: {first}{hint}"

@@ -57,15 +57,20 @@ def make_plan(
 
     observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. epilogues: whether products can
     add bias and residual before they store. Raises CaptureError,
-    UnsupportedError.
+    UnsupportedError, and what the user's own code raises.
     """
     try:
-        captured = capture(function, tensors, parameters, needs_grad, module)
-    except CaptureError:
-        if batch_size(tensors, parameters) is None:
-            raise
-        # The code may need to know its batch size; then the plan is for that size only.
-        captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False)
+        try:
+            captured = capture(function, tensors, parameters, needs_grad, module)
+        except CaptureError:
+            if batch_size(tensors, parameters) is None:
+                raise
+            # The code may need to know its batch size; then the plan is for that size only.
+            captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False)
+    except CaptureError as error:
+        if error.own is not None:
+            raise error.own from None
+        raise
     count = 0
 
     def see(graph: Graph) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megafuse.errors import OptionError
+
 
 def _path(variable: str) -> Path | None:
     value = os.environ.get(variable)
@@ -15,7 +17,11 @@ def _path(variable: str) -> Path | None:
 
 def _fuel() -> int | None:
     value = os.environ.get("MEGAFUSE_FUEL")
-    return int(value) if value else None
+    if not value:
+        return None
+    if not value.strip().isdecimal():
+        raise OptionError(f"MEGAFUSE_FUEL={value!r} is not a number of fusions: 0, 1, 2, ...")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -51,11 +57,18 @@ class Options:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"Options.{name} must be one of {allowed}, got {value!r}")
+                raise OptionError(f"Options.{name} must be one of {allowed}, got {value!r}")
+        if self.fuel is not None and (not isinstance(self.fuel, int) or self.fuel < 0):
+            raise OptionError(f"Options.fuel must be a number of fusions, got {self.fuel!r}")
 
 
 def cache_dir() -> Path:
     """Where built kernels are kept: ``MEGAFUSE_CACHE``, else the user's cache directory."""
-    return _path("MEGAFUSE_CACHE") or Path(
-        os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
-    ) / "megafuse"
+    chosen = _path("MEGAFUSE_CACHE")
+    if chosen is not None:
+        return chosen
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "megafuse"
+    except RuntimeError:  # a user without a home directory: no folder, and the cache says so
+        return Path(os.devnull) / "megafuse"

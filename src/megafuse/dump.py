@@ -14,6 +14,7 @@ from typing import Any
 
 from megafuse import ops
 from megafuse.config import Options
+from megafuse.errors import OutputError
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.index import show
 from megafuse.ir import Graph, evaluate, print_graph
@@ -29,11 +30,18 @@ def observer(options: Options) -> Observe:
     taken = len(list(root.glob("plan*"))) if root.exists() else 0
     folder = root / f"plan{taken}"
 
-    def write(name: str, text: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+    return lambda name, text: _write(folder / name, text)
 
-    return write
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    except OSError as error:
+        raise OutputError(
+            f"MEGAFUSE_DUMP: {path} cannot be written ({error.strerror or error}); name a folder "
+            "you may write to, or unset it"
+        ) from error
 
 
 def plan_text(plan: GraphPlan) -> str:
@@ -132,6 +140,5 @@ def write_sources(options: Options, plan: GraphPlan, suffix: str, kernels: list[
         return
     folders = sorted(options.dump.glob("plan*"), key=lambda p: p.stat().st_mtime)
     folder: Path = folders[-1] if folders else options.dump
-    folder.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:
-        (folder / f"{kernel.name.removeprefix('mf_')}.{suffix}").write_text(kernel.source)
+        _write(folder / f"{kernel.name.removeprefix('mf_')}.{suffix}", kernel.source)

@@ -11,7 +11,12 @@ class CaptureError(MegafuseError, RuntimeError):
     """The subgraph could not be traced into one forward + backward graph.
 
     Also a RuntimeError: what eager raises for wrong shapes and dtypes, and what callers catch.
+
+    own: the error that the user's own code raised meanwhile, if that is the reason: callers of the
+        fused module get it as they would in eager.
     """
+
+    own: Exception | None = None
 
 
 class UnsupportedError(MegafuseError):
@@ -38,5 +43,9 @@ class DoubleBackwardError(MegafuseError):
     """Gradients of gradients were asked for; the fused module computes first derivatives only."""
 
 
-class CacheError(MegafuseError):
-    """A folder that the caller asked to be written to cannot be; the message names it."""
+class OptionError(MegafuseError, ValueError):
+    """An option or environment variable has a value it cannot have."""
+
+
+class OutputError(MegafuseError):
+    """A file or folder that the caller asked to be written cannot be; the message names it."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megafuse import workload
+from megafuse.blame import users_line
 from megafuse.errors import MegafuseError
 
 WORKLOADS = {"rankmixer": "RankMixer block", "dense_ffn": "dense per-token FFN"}
@@ -131,11 +132,14 @@ class FactorySubgraph:
         torch.manual_seed(seed)
         try:
             result = self.factory(**given)
-            module, inputs = result
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # the user's function may fail in any way
+            raise SubgraphError(f"{self.name} raised {_told(error)}") from error
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result)
             raise SubgraphError(
-                f"{self.name} must return (module, example inputs): {error}"
-            ) from error
+                f"{self.name} must return (module, example inputs), and returned {got}"
+            )
+        module, inputs = result
         if not isinstance(module, nn.Module):
             raise SubgraphError(
                 f"{self.name} returned a {type(module).__name__} where a torch.nn.Module is needed"
@@ -215,11 +219,19 @@ def _factory(path: Path, attribute: str) -> Callable[..., Any]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's file may fail in any way
-        raise SubgraphError(f"{path} does not import: {type(error).__name__}: {error}") from error
+        raise SubgraphError(f"{path} does not import: {_told(error)}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise SubgraphError(f"{path} has no function named {attribute!r}")
     return factory  # type: ignore[no-any-return]
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's code with its line."""
+    message = str(error).strip().partition("\n")[0]
+    place = users_line(error)
+    where = f" at {place}" if place and place not in message else ""
+    return f"{type(error).__name__}{where}{f': {message}' if message else ''}"
 
 
 def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

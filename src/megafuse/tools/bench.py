@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megafuse.errors import OutputError
 from megafuse.tools.candidate import Ready
 from megafuse.tools.check_report import CheckReport
 from megafuse.tools.environment import environment, nvidia_smi
@@ -206,6 +207,9 @@ def plan_json(summary: Any) -> dict[str, Any] | None:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write `data` to `path`, creating its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    """Write `data` to `path`, creating its folder. Raises OutputError when that fails."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error

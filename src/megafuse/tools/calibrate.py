@@ -18,7 +18,7 @@ from rich.table import Table
 from megafuse import rates
 from megafuse.config import Options
 from megafuse.device import DeviceSpec, device_name, spec_of
-from megafuse.errors import CacheError
+from megafuse.errors import OutputError
 from megafuse.rates import Rates
 from megafuse.tools.tables import gigabytes, table, tera
 
@@ -31,13 +31,13 @@ _DEFAULT_CACHE = 1 << 20
 
 def calibrate(device: torch.device, progress: Progress = lambda *_: None) -> tuple[Rates, Path]:
     """Measure `device` and keep the result in the cache directory, from where every later process
-    takes it; about half a minute. Raises CacheError when it cannot be kept, ToolchainError where
+    takes it; about half a minute. Raises OutputError when it cannot be kept, ToolchainError where
     generated kernels cannot be built."""
     measured = measure(device, progress)
     try:
         return measured, rates.store(measured)
     except OSError as error:
-        raise CacheError(
+        raise OutputError(
             f"the measured rates cannot be kept in {rates.path_for(measured.device)} "
             f"({error.strerror or error}); set MEGAFUSE_CACHE to a folder you may write to"
         ) from error

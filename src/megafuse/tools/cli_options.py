@@ -165,7 +165,7 @@ traceback_option = click.option(
     is_flag=True,
     expose_value=False,
     callback=_remember_traceback,
-    help="Show where a named error came from.",
+    help="Show where a named error came from; so does MEGAFUSE_TRACEBACK=1.",
 )
 
 
@@ -179,7 +179,8 @@ class Cli(click.Group):
             raise
         except Exception as error:
             message = _one_line(error)
-            if message is None or ctx.meta.get("megafuse.traceback"):
+            asked = ctx.meta.get("megafuse.traceback") or os.environ.get("MEGAFUSE_TRACEBACK")
+            if message is None or (asked and asked != "0"):
                 raise
             click.echo(message, err=True)
             sys.exit(2)
@@ -187,6 +188,7 @@ class Cli(click.Group):
 
 def _one_line(error: Exception) -> str | None:
     """How a named error is shown; None for one that is a defect and deserves its traceback."""
+    from megafuse.blame import met_in_users_code, users_line
     from megafuse.errors import MegafuseError
 
     name = type(error).__name__
@@ -195,4 +197,7 @@ def _one_line(error: Exception) -> str | None:
     if name == "OutOfMemoryError":
         first = str(error).partition(". ")[0]
         return f"megafuse: {name}: {first}. Ask for a smaller --shape, or --memory min."
+    if met_in_users_code(error):
+        first = str(error).strip().partition("\n")[0]
+        return f"megafuse: {name} at {users_line(error)}: {first} (--traceback shows more)"
     return None

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megafuse.device import DeviceSpec, predicted_for
-from megafuse.errors import CacheError, InputError
+from megafuse.errors import OutputError, InputError
 from megafuse.fusion.describe import summarize
 from megafuse.fusion.plan import MatmulRegion, WhyNotFused
 from megafuse.fusion.summary import PlanSummary, RegionSummary
@@ -78,11 +78,11 @@ def explain(
 
 
 def write_page(explanation: Explanation, path: Path | str) -> None:
-    """Write the page to `path`. Raises CacheError when that cannot be written."""
+    """Write the page to `path`. Raises OutputError when that cannot be written."""
     try:
         Path(path).write_text(explanation.html(), encoding="utf-8")
     except OSError as error:
-        raise CacheError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _names(original: Any, plan: Any) -> tuple[list[str], int]:
