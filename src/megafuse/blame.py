@@ -22,9 +22,9 @@ def _owner(filename: str) -> Owner:
         return "megafuse"
     for name in _LIBRARIES:
         module = sys.modules.get(name)
-        if module is not None and module.__file__:
-            if filename.startswith(str(Path(module.__file__).parent)):
-                return "library"
+        home = str(Path(module.__file__).parent) if module and module.__file__ else None
+        if home and filename.startswith(home):
+            return "library"
     if filename.startswith(_STANDARD) and not any(p in filename for p in _PACKAGES):
         return "neutral"
     return "user"

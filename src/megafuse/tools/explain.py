@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from megafuse.device import DeviceSpec, predicted_for
-from megafuse.errors import OutputError, InputError
+from megafuse.errors import InputError, OutputError
 from megafuse.fusion.describe import summarize
 from megafuse.fusion.plan import MatmulRegion, WhyNotFused
 from megafuse.fusion.summary import PlanSummary, RegionSummary
