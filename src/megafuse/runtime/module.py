@@ -66,6 +66,22 @@ def _hooks_on_saved() -> bool:
     return top is None or top(True) is not None
 
 
+def _watched() -> bool:
+    """Whether something would see PyTorch operators only: a torch.func transform, forward-mode
+    differentiation, a tracer or another dispatch mode. Then the original runs."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _is_batched(tensor: torch.Tensor) -> bool:
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+
+
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """One tensor object each: a value returned twice, once detached, is two to autograd."""
     seen: set[int] = set()
@@ -116,6 +132,12 @@ class _Call(torch.autograd.Function):
             raise DoubleBackwardError(
                 "the fused module computes first derivatives only; for create_graph=True or "
                 "gradients of gradients call the original module (`fused.original`)."
+            )
+        if any(g is not None and _is_batched(g) for g in grads):
+            raise DoubleBackwardError(
+                "the fused module's backward runs on one upstream gradient at a time; for "
+                "is_grads_batched=True or vmap over gradients call the original module "
+                "(`fused.original`)."
             )
         upstream, absent = [], set()
         for k, i in enumerate(compiled.plan.captured.differentiable):
@@ -236,6 +258,8 @@ class FusedModule(nn.Module):
     ) -> tuple[Compiled, list[torch.Tensor], tuple[int, ...]] | None:
         """The plan for a call with its flat tensors and run-time sizes; None where PyTorch itself
         has to run it."""
+        if _watched():
+            return None
         # Tracing swaps the module's parameters for a moment and uses global state of torch's: one
         # thread at a time, and none reads the parameters meanwhile.
         with _TRACING:
@@ -271,7 +295,8 @@ class FusedModule(nn.Module):
                 described.append((type(value), value))
             else:
                 return None
-        if not inputs or torch.is_autocast_enabled(inputs[0].device.type):
+        device = inputs[0].device.type if inputs else ""
+        if device not in ("cpu", "cuda") or torch.is_autocast_enabled(device):
             return None
         own = self._own_tensors()
         state = [(t.shape, t.dtype, t.requires_grad, t.device) for t in own]
