@@ -121,7 +121,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], text: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="megafuse-") as scratch:
         output = os.path.join(scratch, "kernels.so")
         done = _run([*compiler, *flags, "-o", output, "-"], text)
-        if done.returncode != 0:
+        if done.returncode != 0 or not os.path.exists(output):
             words = "\n".join(done.stderr.splitlines()[:40])
             raise BuildError(f"{compiler[0]} did not compile the generated kernels:\n{words}")
         return Path(output).read_bytes()
