@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
+from megafuse import rates
 from megafuse.config import cache_dir
+from megafuse.device import device_name
 from megafuse.errors import MegafuseError
 from megafuse.tools.environment import output_of, version
 from megafuse.tools.ncu import find_ncu
@@ -33,7 +35,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Look at everything megafuse can use. Never raises and changes nothing."""
-    return [*_basics(), *_host_compiler(), *_cuda(), *_extras()]
+    return [*_basics(), *_host_compiler(), *_cuda(), *_rates(), *_extras()]
 
 
 def _basics() -> Iterator[Finding]:
@@ -52,6 +54,15 @@ def _basics() -> Iterator[Finding]:
     yield Finding(
         "kernel cache", os.access(above, os.W_OK), str(folder), "reusing built kernels",
         "set MEGAFUSE_CACHE to a folder you may write to",
+    )  # fmt: skip
+
+
+def _rates() -> Iterator[Finding]:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = rates.load(device_name(device))
+    yield Finding(
+        "measured rates", found is not None, f"of {found.date}" if found else "none, defaults",
+        "predicted times of this device", "megafuse calibrate",
     )  # fmt: skip
 
 
