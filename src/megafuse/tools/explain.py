@@ -16,7 +16,7 @@ from megafuse.errors import InputError, OutputError
 from megafuse.fusion.describe import summarize
 from megafuse.fusion.plan import MatmulRegion, WhyNotFused
 from megafuse.fusion.summary import PlanSummary, RegionSummary
-from megafuse.tools.tables import gigabytes
+from megafuse.tools.tables import gigabytes, operations
 
 WIDTH = 100
 
@@ -162,7 +162,7 @@ class _Reasons:
 
 
 def _paragraph(region: RegionSummary, reasons: _Reasons) -> Iterator[str]:
-    work = f", {region.flops / 1e9:.2f} GFLOP" if region.kind == "matmul" else ""
+    work = f", {operations(region.flops)}" if region.kind == "matmul" else ""
     head = f"  {region.name:<4}{region.kind:<7} "
     cost = (
         f"reads {gigabytes(region.bytes_read)}, writes {gigabytes(region.bytes_written)}{work}, "
@@ -170,13 +170,13 @@ def _paragraph(region: RegionSummary, reasons: _Reasons) -> Iterator[str]:
     )
     places = merged_lines(region)
     only = " ".join(next(iter(places.items()))) if len(places) == 1 else ""
+    lines = [head + cost]
     if only and len(head + cost + only) + 2 <= WIDTH:
-        yield f"{head}{cost}  {only}"
+        lines = [f"{head}{cost}  {only}"]
     else:
-        yield head + cost
         wide = max(map(len, places), default=0)
         for place, ops in places.items():
-            yield from _wrapped(f"{place:<{wide}}  {ops}", wide + 2)
+            lines += _wrapped(f"{place:<{wide}}  {ops}", wide + 2)
     tails = []
     if region.engine:  # the page has the tiles it was compared with
         tails.append(reasons.say(region.engine, region.engine.partition(", predicted")[0]))
@@ -186,7 +186,11 @@ def _paragraph(region: RegionSummary, reasons: _Reasons) -> Iterator[str]:
         tails.append("→ its results leave the graph")
     for targets, reason in together(region.tried):
         tails.append(f"✗ merging with {targets} refused: {reasons.say(reason)}")
-    yield from _joined(tails)
+    told = list(_joined(tails))
+    if len(lines) == len(told) == 1 and len(lines[0] + told[0].strip()) + 2 <= WIDTH:
+        yield f"{lines[0]}  {told[0].strip()}"
+    else:
+        yield from [*lines, *told]
 
 
 def _joined(tails: Sequence[str]) -> Iterator[str]:

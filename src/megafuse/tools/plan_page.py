@@ -11,7 +11,7 @@ from string import Template
 from megafuse.fusion.summary import BufferSummary, Direction, RegionSummary, Role
 from megafuse.tools.explain import Explanation, merged_lines, render, together
 from megafuse.tools.plan_svg import Item, Link, graph, lifetimes
-from megafuse.tools.tables import gigabytes
+from megafuse.tools.tables import gigabytes, operations
 
 _ROWS = ("#cfe3f7", "#d3ecd6", "#e3d9f3", "#c9ecec", "#fbdce6", "#dfe6c4", "#d5d9f5", "#f3dccb")
 _MATMUL, _EXTERN = "#fde6ae", "#d9dce1"
@@ -221,7 +221,7 @@ class _Page:
         parts = [f"<h3>{region.name}, {region.kind}</h3>",
                  f"<p>{region.predicted_ms * 1e3:.1f} µs predicted; {region.launches} launch"
                  f"{'es' if region.launches > 1 else ''}"
-                 f"{f'; {region.flops / 1e9:.2f} GFLOP' if region.flops else ''}</p>",
+                 f"{f'; {operations(region.flops)}' if region.flops else ''}</p>",
                  "<h4>Lines</h4><table>"]  # fmt: skip
         parts += [f"<tr><td><code>{escape(place)}</code></td><td>{escape(ops)}</td></tr>"
                   for place, ops in merged_lines(region).items()]  # fmt: skip

@@ -158,7 +158,7 @@ def _bar(
 def _open(width: float, height: float, label: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(label)}" '
-        f'width="{width:.0f}" style="min-width: {0.7 * width:.0f}px" '
+        f'width="{width:.0f}" style="min-width: {0.65 * width:.0f}px" '
         f'viewBox="0 0 {width:.0f} {height:.0f}">'
     )
 
@@ -208,10 +208,11 @@ def _link(link: Link, route: Sequence[Box], most: int) -> str:
 
 
 def _pill(link: Link, route: Sequence[Box]) -> str:
-    """The bytes of an edge, in the gap above the box it leads to."""
+    """The bytes of an edge, on the curve of its last piece: nearer the start, where edges that
+    meet in one box are still apart."""
     before, end = route[-2], route[-1]
-    top = before.y + before.height / 2
-    x, y = (before.x + 2 * end.x) / 3, top + 0.62 * (end.y - end.height / 2 - top)
+    top, bottom = before.y + before.height / 2, end.y - end.height / 2
+    x, y = 0.65 * before.x + 0.35 * end.x, 0.58 * top + 0.42 * bottom  # the curve at 0.4
     text = gigabytes(link.nbytes)
     wide = len(text) * CHARACTER * 0.92 + 8
     return (

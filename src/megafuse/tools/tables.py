@@ -89,5 +89,10 @@ def tera(value: float) -> str:
     return f"{value / 1e12:.1f} TFLOP/s" if value >= 1e11 else f"{value / 1e9:.2f} GFLOP/s"
 
 
+def operations(value: float) -> str:
+    """A number of floating-point operations as GFLOP, or MFLOP below 0.1."""
+    return f"{value / 1e9:.2f} GFLOP" if value >= 1e8 else f"{value / 1e6:.2f} MFLOP"
+
+
 def ratio(value: float) -> str:
     return f"{value:.2f}x"
