@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Literal
 
 Owner = Literal["user", "megafuse", "library", "neutral"]
 
-_OWN = str(Path(__file__).parent)
+_OWN = f"{Path(__file__).parent}{os.sep}"
 _STANDARD = sysconfig.get_path("stdlib")
 _PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = ("torch", "sympy", "click")
@@ -22,7 +23,7 @@ def _owner(filename: str) -> Owner:
         return "megafuse"
     for name in _LIBRARIES:
         module = sys.modules.get(name)
-        home = str(Path(module.__file__).parent) if module and module.__file__ else None
+        home = f"{Path(module.__file__).parent}{os.sep}" if module and module.__file__ else None
         if home and filename.startswith(home):
             return "library"
     if filename.startswith(_STANDARD) and not any(p in filename for p in _PACKAGES):

@@ -135,7 +135,11 @@ class FactorySubgraph:
         except Exception as error:  # the user's function may fail in any way
             raise SubgraphError(f"{self.name} raised {_told(error)}") from error
         if not isinstance(result, tuple | list) or len(result) != 2:
-            got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result)
+            got = (
+                f"{len(result)} values"
+                if isinstance(result, tuple | list)
+                else "a " + type(result).__name__
+            )
             raise SubgraphError(
                 f"{self.name} must return (module, example inputs), and returned {got}"
             )

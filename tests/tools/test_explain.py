@@ -162,7 +162,7 @@ def test_everything_that_can_be_pointed_at_has_details(page: tuple[Explanation, 
     told, text = page
     found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
-    details = json.loads(found.group(1).replace("<\\/", "</"))
+    details = json.loads(found.group(1))
     keys = {a["data-k"] for _, a in _Outline(text).tags if a.get("data-k")}
     assert keys <= details.keys()
     for region in told.summary.regions:

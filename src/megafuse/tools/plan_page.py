@@ -66,7 +66,7 @@ class _Page:
             "gradients are not counted, nor the scratch of column sums.",
             lifetimes=lifetimes(summary, self.colors, self.readers),
             text=escape(render(told)),
-            details=json.dumps(self.details).replace("</", "<\\/"),
+            details=json.dumps(self.details).replace("<", "\\u003c"),
         )
 
     def _tiles(self) -> Iterator[str]:
