@@ -16,7 +16,7 @@ from megafuse.errors import InputError, OutputError
 from megafuse.fusion.describe import summarize
 from megafuse.fusion.plan import MatmulRegion, WhyNotFused
 from megafuse.fusion.summary import PlanSummary, RegionSummary
-from megafuse.tools.tables import gigabytes, operations
+from megafuse.tools.tables import counted, gigabytes, operations
 
 WIDTH = 100
 
@@ -125,7 +125,8 @@ def render(explanation: Explanation) -> str:
             continue
         before = sum(o.direction == direction for o in summary.unfused)
         total = sum(r.predicted_ms for r in mine)
-        lines += ["", f"{direction}: {len(mine)} regions for {before} operators, "
+        lines += ["", f"{direction}: {counted(len(mine), 'region')} for "
+                  f"{counted(before, 'operator')}, "
                   f"{total:.3f} ms predicted"]  # fmt: skip
         for region in mine:
             lines += _paragraph(region, reasons)

@@ -11,7 +11,7 @@ from string import Template
 from megafuse.fusion.summary import BufferSummary, Direction, RegionSummary, Role
 from megafuse.tools.explain import Explanation, merged_lines, render, together
 from megafuse.tools.plan_svg import Item, Link, graph, lifetimes
-from megafuse.tools.tables import gigabytes, operations
+from megafuse.tools.tables import counted, gigabytes, operations
 
 _ROWS = ("#cfe3f7", "#d3ecd6", "#e3d9f3", "#c9ecec", "#fbdce6", "#dfe6c4", "#d5d9f5", "#f3dccb")
 _MATMUL, _EXTERN = "#fde6ae", "#d9dce1"
@@ -94,9 +94,9 @@ class _Page:
             moved = gigabytes(sum(o.bytes_read + o.bytes_written for o in ops))
             after = gigabytes(sum(r.bytes_read + r.bytes_written for r in regions))
             yield _card(f"{direction.capitalize()}, before",
-                        f"{len(ops)} operators, {moved}", self._before(direction))  # fmt: skip
+                        f"{counted(len(ops), 'operator')}, {moved}", self._before(direction))  # fmt: skip
             yield _card(f"{direction.capitalize()}, after",
-                        f"{len(regions)} regions, {after}", self._after(direction))  # fmt: skip
+                        f"{counted(len(regions), 'region')}, {after}", self._after(direction))  # fmt: skip
 
     def _before(self, direction: Direction) -> str:
         ops = [o for o in self.summary.unfused if o.direction == direction]

@@ -94,5 +94,10 @@ def operations(value: float) -> str:
     return f"{value / 1e9:.2f} GFLOP" if value >= 1e8 else f"{value / 1e6:.2f} MFLOP"
 
 
+def counted(number: int, what: str) -> str:
+    """`1 region`, `2 regions`."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def ratio(value: float) -> str:
     return f"{value:.2f}x"
