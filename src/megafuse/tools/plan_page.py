@@ -93,10 +93,10 @@ class _Page:
             ops = [o for o in self.summary.unfused if o.direction == direction]
             moved = gigabytes(sum(o.bytes_read + o.bytes_written for o in ops))
             after = gigabytes(sum(r.bytes_read + r.bytes_written for r in regions))
-            yield _card(f"{direction.capitalize()}, before",
-                        f"{counted(len(ops), 'operator')}, {moved}", self._before(direction))  # fmt: skip
-            yield _card(f"{direction.capitalize()}, after",
-                        f"{counted(len(regions), 'region')}, {after}", self._after(direction))  # fmt: skip
+            name, before = direction.capitalize(), counted(len(ops), "operator")
+            yield _card(f"{name}, before", f"{before}, {moved}", self._before(direction))
+            plan = counted(len(regions), "region")
+            yield _card(f"{name}, after", f"{plan}, {after}", self._after(direction))
 
     def _before(self, direction: Direction) -> str:
         ops = [o for o in self.summary.unfused if o.direction == direction]
