@@ -36,6 +36,7 @@ from megafuse import decompositions
 from megafuse.blame import raised_by_user, users_line
 from megafuse.eager import Operator, operators
 from megafuse.errors import CaptureError, UnsupportedError
+from megafuse.exported import recorded_place
 from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
 from megafuse.ir import Graph
 
@@ -99,12 +100,15 @@ class _Provenance(TorchFunctionMode):
         self.paths.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
+        if func is torch.ops.aten._assert_tensor_metadata.default:
+            return None  # exported programs assert a device, and meta is none of the user's
+        frame, place = sys._getframe(1), None
         while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
+            place = place or recorded_place(frame)
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
             cast = f"|{CAST}" if getattr(func, "__name__", "") in _CASTS else ""
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            place = place or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             tag = f"{place}|{self.paths[-1]}{cast}"
             _set_tag(tag)
         result = func(*args, **(kwargs or {}))

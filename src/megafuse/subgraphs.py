@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from megafuse import workload
 from megafuse.blame import users_line
 from megafuse.errors import MegafuseError
+from megafuse.exported import module_of
 
 WORKLOADS = {"rankmixer": "RankMixer block", "dense_ffn": "dense per-token FFN"}
 
@@ -181,8 +182,7 @@ class ExportedSubgraph:
         if program.example_inputs is None:
             raise SubgraphError(f"{self.path} was saved without example inputs: export it again")
         args, kwargs = program.example_inputs
-        module = program.module()
-        _drop_metadata_asserts(module)
+        module = module_of(program)
         if seed != self.settings.seed:
             generator = torch.Generator().manual_seed(seed)
             args, kwargs = pytree.tree_map(lambda x: _redrawn(x, generator), (args, kwargs))
@@ -273,13 +273,3 @@ def _redrawn(value: Any, generator: torch.Generator) -> Any:
     deviation = wide.std() if wide.numel() > 1 else wide.new_tensor(1.0)
     return (noise * deviation + wide.mean()).to(value.dtype).to(value.device)
 
-
-def _drop_metadata_asserts(module: nn.Module) -> None:
-    """Export asserts the recorded dtype at each cast; another precision must be able to run."""
-    graph = getattr(module, "graph", None)
-    if not isinstance(module, torch.fx.GraphModule) or graph is None:
-        return
-    for node in list(module.graph.nodes):
-        if node.op == "call_function" and "_assert_tensor_metadata" in str(node.target):
-            module.graph.erase_node(node)
-    module.recompile()
