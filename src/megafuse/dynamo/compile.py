@@ -1,0 +1,140 @@
+"""`torch.compile(model, backend="megafuse")`: fuse what can be fused, leave the rest to PyTorch.
+
+Dynamo finds the graphs, AOTAutograd makes them functional (mutation of inputs and buffers, aliases
+and views are its work), differentiates them and splits forward from backward. Each of the resulting
+aten graphs becomes a program of fused parts and PyTorch calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from torch import fx
+from torch._dynamo.backends import registry
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from megafuse import decompositions
+from megafuse.config import Options
+from megafuse.dynamo.part import Part
+from megafuse.dynamo.program import assemble, boxed
+from megafuse.dynamo.reader import LeftToPyTorch, Reader
+from megafuse.dynamo.report import GraphReport, LeftOperator, Report
+from megafuse.dynamo.schedule import Group, schedule
+from megafuse.errors import MegafuseError, ToolchainError
+from megafuse.exported import place
+
+log = logging.getLogger("megafuse.dynamo")
+
+Direction = Literal["forward", "backward", "inference"]
+
+
+class Backend:
+    """A backend for `torch.compile`, with a report of what it did.
+
+    options: as for `megafuse.fuse`, except `memory`: what a forward saves is decided by
+        AOTAutograd's minimum cut. `torch.compile(..., options={"rounding": "eager"})` overrides
+        single fields.
+
+    Nothing is refused: an operator that generated code does not cover runs in PyTorch, at its place
+    in the program. Why is in `report()`, and on the logger "megafuse.dynamo" (level INFO; WARNING
+    where megafuse itself failed).
+    """
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self._report = Report()
+
+    def __call__(
+        self, graph: fx.GraphModule, example_inputs: list[Any], *,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Compile one Dynamo graph. Raises TypeError or ValueError for options that are none."""
+        chosen = Options(**{**vars(self.options), **options}) if options else self.options
+        if chosen.memory != "balanced":
+            raise ValueError(
+                f"memory={chosen.memory!r}: under torch.compile AOTAutograd decides what a forward "
+                "saves; use torch.utils.checkpoint, or megafuse.fuse on the block."
+            )
+
+        def compiler(direction: Direction) -> Callable[..., Any]:
+            return functools.partial(self._compile, direction=direction, options=chosen)
+
+        compile_graph = aot_autograd(
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=decompositions.table(),
+        )
+        return compile_graph(graph, example_inputs)
+
+    def report(self) -> Report:
+        """What was fused and what was left, for every graph since the last `reset`."""
+        return self._report
+
+    def reset(self) -> None:
+        """Forget the report; `torch._dynamo.reset()` calls it."""
+        self._report = Report()
+
+    def _compile(
+        self, traced: fx.GraphModule, example_inputs: Any, *, direction: Direction, options: Options
+    ) -> Callable[[list[Any]], Any]:
+        reader = Reader(traced, "backward" if direction == "backward" else "forward")
+        items: list[Part | fx.Node] = []
+        for item in schedule(reader):
+            items += [item] if isinstance(item, fx.Node) else _build(reader, item, options)
+        program = assemble(reader, items)
+        parts = [i.plan for i in items if isinstance(i, Part)]
+        left = [
+            LeftOperator(str(n.target), place(n), reader.left[n])
+            for n in items if isinstance(n, fx.Node) and n.target is not operator.getitem
+        ]  # fmt: skip
+        self._report.graphs.append(GraphReport(direction, parts, left, program.code))
+        log.info("%s", self._report.graphs[-1])
+        return boxed(program)
+
+
+def _build(reader: Reader, group: Group, options: Options) -> list[Part | fx.Node]:
+    """`group` as a part; where that fails, in halves, so that PyTorch gets only what fails."""
+    try:
+        return [Part(reader, group, options)]
+    except LeftToPyTorch as reason:
+        return _leave(reader, group, str(reason))
+    except ToolchainError as error:
+        log.warning("fused nothing: %s", error)
+        return _leave(reader, group, str(error))
+    except Exception as error:  # a defect of ours must not stop the user's program
+        if len(group.nodes) > 1:
+            half = len(group.nodes) // 2
+            return [
+                item for nodes in (group.nodes[:half], group.nodes[half:])
+                for item in _build(reader, Group(nodes, group.device), options)
+            ]  # fmt: skip
+        name, known = group.nodes[0].target, isinstance(error, MegafuseError)
+        log.warning("left %s to PyTorch", name, exc_info=not known)
+        return _leave(reader, group, f"{type(error).__name__}: {error}")
+
+
+def _leave(reader: Reader, group: Group, reason: str) -> list[Part | fx.Node]:
+    for node in group.nodes:
+        reader.left[node] = reason
+    return [*group.nodes]
+
+
+def _register() -> None:
+    """Make the name known to torch.compile where no installed package metadata does: a checkout."""
+    installed = entry_points(group="torch_dynamo_backends").names
+    if "megafuse" not in installed and "megafuse" not in registry._COMPILER_FNS:
+        registry.register_backend(backend, name="megafuse")
+
+
+backend = Backend()
+"""What `torch.compile(backend="megafuse")` uses."""
+
+_register()
