@@ -23,7 +23,7 @@ from megafuse import decompositions
 from megafuse.config import Options
 from megafuse.dynamo.part import Part
 from megafuse.dynamo.program import assemble, boxed
-from megafuse.dynamo.reader import LeftToPyTorch, Reader
+from megafuse.dynamo.reader import LeftToPyTorch, Reader, is_view
 from megafuse.dynamo.report import GraphReport, LeftOperator, Report
 from megafuse.dynamo.schedule import Group, schedule
 from megafuse.errors import MegafuseError, ToolchainError
@@ -91,9 +91,10 @@ class Backend:
             items += [item] if isinstance(item, fx.Node) else _build(reader, item, options)
         program = assemble(reader, items)
         parts = [i.plan for i in items if isinstance(i, Part)]
+        calls = [i for i in items if isinstance(i, fx.Node) and not is_view(i)]
         left = [
             LeftOperator(str(n.target), place(n), reader.left[n])
-            for n in items if isinstance(n, fx.Node) and n.target is not operator.getitem
+            for n in calls if n.target is not operator.getitem
         ]  # fmt: skip
         self._report.graphs.append(GraphReport(direction, parts, left, program.code))
         log.info("%s", self._report.graphs[-1])

@@ -53,7 +53,7 @@ class GraphReport:
                 assert not isinstance(region, ExternRegion)
                 nodes = computed(region)
                 what = f"{len(nodes)} operators" if isinstance(region, RowRegion) else "product"
-                text = f"{what} from {_places(nodes)}" if nodes else "lays out a product's operand"
+                text = f"{what} from {_places(nodes)}" if nodes else "copies"
                 lines.append(f"    {region.name:<4}{region.kind:<7} {text}")
         if self.left:
             lines.append("  PyTorch")
