@@ -1,6 +1,7 @@
-"""Small models that train, and their loss curves: eager from slightly different starts, and compiled.
+"""Small models that train, and their loss curves: eager from five starts, and compiled.
 
-A sixth run that differs from eager by rounding alone stays as near the five as those to each other.
+The starts differ by one unit in the last place; a sixth run that differs from eager by rounding
+alone stays as near the five as those are to each other.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class Recommender(nn.Module):
         self.bottom = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
         pairs = torch.tril_indices(bags + 1, bags + 1, -1)
         self.register_buffer("pairs", pairs[0] * (bags + 1) + pairs[1])
-        self.top = nn.Sequential(
-            nn.Linear(width + pairs.shape[1], 32), nn.ReLU(), nn.Linear(32, 1)
-        )
+        self.top = nn.Sequential(nn.Linear(width + pairs.shape[1], 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, dense: Tensor, indices: Tensor, labels: Tensor) -> Tensor:
         x = self.bottom(dense)

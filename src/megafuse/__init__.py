@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megafuse.api import explain, fuse
     from megafuse.config import Options
-    from megafuse.dynamo import Backend, backend
+    from megafuse.dynamo.compile import Backend, backend
     from megafuse.errors import MegafuseError
     from megafuse.runtime.module import FusedModule
     from megafuse.tools.check import check

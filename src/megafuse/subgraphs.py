@@ -272,4 +272,3 @@ def _redrawn(value: Any, generator: torch.Generator) -> Any:
     noise = torch.randn(wide.shape, dtype=torch.float64, generator=generator)
     deviation = wide.std() if wide.numel() > 1 else wide.new_tensor(1.0)
     return (noise * deviation + wide.mean()).to(value.dtype).to(value.device)
-

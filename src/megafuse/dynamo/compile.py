@@ -17,6 +17,7 @@ from typing import Any, Literal
 from torch import fx
 from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from megafuse import decompositions
@@ -85,41 +86,60 @@ class Backend:
     def _compile(
         self, traced: fx.GraphModule, example_inputs: Any, *, direction: Direction, options: Options
     ) -> Callable[[list[Any]], Any]:
-        reader = Reader(traced, "backward" if direction == "backward" else "forward")
-        items: list[Part | fx.Node] = []
-        for item in schedule(reader):
-            items += [item] if isinstance(item, fx.Node) else _build(reader, item, options)
-        program = assemble(reader, items)
-        parts = [i.plan for i in items if isinstance(i, Part)]
-        calls = [i for i in items if isinstance(i, fx.Node) and not is_view(i)]
-        left = [
-            LeftOperator(str(n.target), place(n), reader.left[n])
-            for n in calls if n.target is not operator.getitem
-        ]  # fmt: skip
-        self._report.graphs.append(GraphReport(direction, parts, left, program.code))
-        log.info("%s", self._report.graphs[-1])
-        return boxed(program)
+        try:
+            report, run = _program(traced, direction, options)
+        except Exception as error:  # a defect of ours must not stop the user's program
+            log.warning("left a %s graph to PyTorch", direction, exc_info=True)
+            reason = f"{type(error).__name__}: {error}"
+            left = [_left(n, reason) for n in traced.graph.nodes if n.op == "call_function"]
+            report, run = GraphReport(direction, [], left, traced.code), make_boxed_func(traced)
+        self._report.graphs.append(report)
+        log.info("%s", report)
+        return run
 
 
-def _build(reader: Reader, group: Group, options: Options) -> list[Part | fx.Node]:
-    """`group` as a part; where that fails, in halves, so that PyTorch gets only what fails."""
+def _program(
+    traced: fx.GraphModule, direction: Direction, options: Options
+) -> tuple[GraphReport, Callable[[list[Any]], Any]]:
+    reader = Reader(traced, "backward" if direction == "backward" else "forward")
+    items: list[Part | fx.Node] = []
+    for item in schedule(reader):
+        items += [item] if isinstance(item, fx.Node) else _build(reader, item, options)
+    program = assemble(reader, items)
+    parts = [i.plan for i in items if isinstance(i, Part)]
+    calls = [i for i in items if isinstance(i, fx.Node) and not is_view(i)]
+    left = [_left(n, reader.left[n]) for n in calls if n.target is not operator.getitem]
+    return GraphReport(direction, parts, left, program.code), boxed(program)
+
+
+def _left(node: fx.Node, reason: str) -> LeftOperator:
+    return LeftOperator(str(node.target), place(node), reason)
+
+
+def _build(reader: Reader, group: Group, options: Options, fault: str = "") -> list[Part | fx.Node]:
+    """`group` as a part; where that fails, in halves, so that PyTorch gets only what fails.
+
+    fault: why a larger group that it was part of failed.
+    """
     try:
         return [Part(reader, group, options)]
-    except LeftToPyTorch as reason:
-        return _leave(reader, group, str(reason))
+    except LeftToPyTorch as left:
+        return _leave(reader, group, f"{left} ({fault})" if fault else str(left))
     except ToolchainError as error:
         log.warning("fused nothing: %s", error)
         return _leave(reader, group, str(error))
     except Exception as error:  # a defect of ours must not stop the user's program
-        if len(group.nodes) > 1:
-            half = len(group.nodes) // 2
-            return [
-                item for nodes in (group.nodes[:half], group.nodes[half:])
-                for item in _build(reader, Group(nodes, group.device), options)
-            ]  # fmt: skip
-        name, known = group.nodes[0].target, isinstance(error, MegafuseError)
-        log.warning("left %s to PyTorch", name, exc_info=not known)
-        return _leave(reader, group, f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        if not fault:
+            what, known = f"{len(group.nodes)} operators", isinstance(error, MegafuseError)
+            log.warning("%s do not compile together: %s", what, reason, exc_info=not known)
+        if len(group.nodes) == 1:
+            return _leave(reader, group, reason)
+        half = len(group.nodes) // 2
+        return [
+            item for nodes in (group.nodes[:half], group.nodes[half:])
+            for item in _build(reader, Group(nodes, group.device), options, fault or reason)
+        ]  # fmt: skip
 
 
 def _leave(reader: Reader, group: Group, reason: str) -> list[Part | fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,7 +77,7 @@ class Part(nn.Module):
         if at is None:
             at = self._at[sizes] = self._placing(sizes)
         extents, layouts = at
-        with torch.no_grad():
+        with torch.no_grad(), _current(self.device):
             tensors = [_plain(t) for t in args[len(self.sizes) :]] + extents
             args.clear()
             results = self._run(tensors, sizes)
@@ -95,6 +96,13 @@ class Part(nn.Module):
             strides = [evaluate(d, named) for d in layout.strides]
             layouts.append((_relevant(shape, strides), strides, layout.copy))
         return extents, layouts
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched in the context of their own device, whichever the caller's is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _has_epilogues(device: torch.device, options: Options) -> bool:

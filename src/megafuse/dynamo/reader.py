@@ -134,7 +134,9 @@ class Reader(Importer):
         value = self.value(node)
         try:
             if isinstance(value, torch.Tensor):
-                made = Node(node.name, "input", (), self.type_of(node), {}, self.origin(node))
+                made = Node(
+                    node.name, "input", (), self.type_of(node, value), {}, self.origin(node)
+                )
                 self.nodes.append(made)
                 return made
             if isinstance(value, torch.SymInt):
