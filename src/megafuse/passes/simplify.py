@@ -76,13 +76,14 @@ class Simplify(Rewriter):
         dim = a.attrs["dim"]
         if dim != b.attrs["dim"] or a.dtype != b.dtype or a.dtype != node.dtype:
             return None
-        pieces = sorted(_nonzero(a) + _nonzero(b), key=lambda p: p[0])
+        pieces = _nonzero(a) + _nonzero(b)
         if any(not isinstance(start, int) for start, _ in pieces):
             return None
+        pieces.sort(key=lambda p: p[0])
         parts: list[Node] = []
         at = 0
         for start, part in pieces:
-            if start < at:
+            if not isinstance(at, int) or start < at:  # what follows a run-time extent may overlap
                 return None
             if start > at:
                 parts.append(self._zeros(node, dim, start - at))
