@@ -32,7 +32,9 @@ def agree(
     def same(a: Any, b: Any, what: str) -> None:
         assert (a is None) == (b is None), what
         if a is not None:
-            torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m: f"{what}: {m}")
+            torch.testing.assert_close(
+                a, b, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{what}: {m}"
+            )
 
     for args in calls:
         results = []

@@ -89,8 +89,9 @@ class Backend:
         try:
             report, run = _program(traced, direction, options)
         except Exception as error:  # a defect of ours must not stop the user's program
-            log.warning("left a %s graph to PyTorch", direction, exc_info=True)
-            reason = f"{type(error).__name__}: {error}"
+            known = isinstance(error, LeftToPyTorch)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            log.warning("left a %s graph to PyTorch: %s", direction, reason, exc_info=not known)
             left = [_left(n, reason) for n in traced.graph.nodes if n.op == "call_function"]
             report, run = GraphReport(direction, [], left, traced.code), make_boxed_func(traced)
         self._report.graphs.append(report)

@@ -34,13 +34,16 @@ class Layout:
     copy: bool
 
 
+_Placing = tuple[tuple[int, ...], list[torch.Tensor], list[Any]]
+
+
 class Part(nn.Module):
     """Callable: a list of run-time sizes (in order of name), then tensors of any layout on one
     device. The list is emptied, so that each tensor can be freed after its last use; the tensors
     are not written. Returns a tuple of new tensors.
 
     nodes: the operators of the part. inputs, outputs: the FX nodes it takes and returns. sizes: the
-    names of its run-time sizes.
+    names of the run-time sizes it is given; derived: those it computes from them.
     """
 
     def __init__(self, reader: Reader, group: Group, options: Options) -> None:
@@ -50,8 +53,7 @@ class Part(nn.Module):
         self.direction: Literal["forward", "backward"] = reader.direction
         self.outputs = _outputs(reader, group)
         graph, self.inputs = _extract(reader, group, self.outputs)
-        self.sizes = sorted(graph.sizes)
-        self.hints = {name: reader.hints[name] for name in self.sizes}
+        self.hints = {name: reader.hints[name] for name in graph.sizes}
         observe = dump.observer(options)
         stages: list[Graph] = []
         graph = passes.run(graph, stages.append, _has_epilogues(self.device, options))
@@ -63,7 +65,11 @@ class Part(nn.Module):
         if all(len(computed(r)) < 2 for r in rows):
             raise LeftToPyTorch("no neighbour to fuse with")
         self.layouts = _layouts(reader, self.outputs, graph)
-        self._at: dict[tuple[int, ...], tuple[list[torch.Tensor], list[Any]]] = {}
+        used = set(graph.sizes).union(*(_named(d) for x in self.layouts for d in x.strides))
+        self.derived = {n: reader.derived[n] for n in used if n in reader.derived}
+        given = used.difference(self.derived).union(*map(_named, self.derived.values()))
+        self.sizes = sorted(given)
+        self._at: dict[tuple[int, ...], _Placing] = {}
         self._run: Callable[[list[Any], tuple[int, ...]], list[Any]]
         if options.executor == "reference":
             function = interpret(graph)
@@ -76,17 +82,18 @@ class Part(nn.Module):
         at = self._at.get(sizes)
         if at is None:
             at = self._at[sizes] = self._placing(sizes)
-        extents, layouts = at
+        all_sizes, extents, layouts = at
         with torch.no_grad(), _current(self.device):
             tensors = [_plain(t) for t in args[len(self.sizes) :]] + extents
             args.clear()
-            results = self._run(tensors, sizes)
+            results = self._run(tensors, all_sizes)
             return tuple(_placed(r, *layout) for r, layout in zip(results, layouts, strict=True))
 
-    def _placing(self, sizes: tuple[int, ...]) -> tuple[list[torch.Tensor], list[Any]]:
-        """What depends on the sizes alone: stand-ins for the inputs that only show a size, and
-        strides (None: row-major) and copy of each output."""
+    def _placing(self, sizes: tuple[int, ...]) -> _Placing:
+        """What depends on the sizes alone: those of the graph in order of name, stand-ins for its
+        inputs that only show a size, and how each output is laid out (`_placed`)."""
         named = dict(zip(self.sizes, sizes, strict=True))
+        named |= {name: evaluate(expr, named) for name, expr in self.derived.items()}
         nothing = torch.empty(1, dtype=torch.bool)
         shown = list(self.plan.graph.inputs[len(self.inputs) :])
         extents = [nothing.expand(evaluate(node.shape[0], named)) for node in shown]
@@ -95,7 +102,7 @@ class Part(nn.Module):
             shape = [evaluate(d, named) for d in layout.shape]
             strides = [evaluate(d, named) for d in layout.strides]
             layouts.append((_relevant(shape, strides), strides, layout.copy))
-        return extents, layouts
+        return tuple(named[n] for n in sorted(self.plan.graph.sizes)), extents, layouts
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -195,6 +202,11 @@ def _extract(reader: Reader, group: Group, outputs: list[fx.Node]) -> tuple[Grap
     results: list[Node | None] = [builder.map[reader.values[n]] for n in outputs]
     graph = Graph(new_inputs, builder.nodes, results, f"capture ({reader.direction})")
     return graph, [outside[n] for n in used]
+
+
+def _named(expr: Dim) -> set[str]:
+    """The run-time sizes that `expr` depends on."""
+    return set() if isinstance(expr, int) else {s.name for s in expr.free_symbols}
 
 
 def _symbols(node: Node) -> list[Any]:

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from megafuse.exported import place
 from megafuse.importer import Importer
-from megafuse.ir import FUSABLE, Dim, Node, Origin, as_dim, symbol
+from megafuse.ir import FUSABLE, Dim, Node, Origin, as_dim, evaluate, product, symbol
 
 Kind = Literal["source", "size", "view", "fused", "left"]
 """source: an input or constant of the graph. size: arithmetic on run-time sizes. view: renames
 elements, so it is free on either side. fused: generated code. left: a PyTorch call."""
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float)
+_WRITES = "writes in place"
 _UNREADABLE = object()
 """The value of a tensor or size that needs a run-time size no graph input shows."""
 
@@ -39,20 +40,26 @@ class Reader(Importer):
 
     kinds: what each FX node is. left: why a node is left to PyTorch. values: the IR value of each
     FX node. sizes: run-time size -> the placeholder (and dimension, None for a SymInt) it is read
-    from. hints: the value of each while tracing, at least 2.
+    from. derived: further sizes, as expressions of those. hints: the value of each while tracing,
+    at least 2.
     """
 
     def __init__(self, traced: fx.GraphModule, direction: Literal["forward", "backward"]) -> None:
+        """Raises LeftToPyTorch for a graph that is not functional."""
         super().__init__(_shape_env(traced), {})
         self.traced, self.direction = traced, direction
         self.kinds: dict[fx.Node, Kind] = {}
         self.left: dict[fx.Node, str] = {}
         self.sizes: dict[str, tuple[fx.Node, int | None]] = {}
+        self.derived: dict[str, sympy.Expr] = {}
         self.hints: dict[str, int] = {}
         self._compound: list[tuple[sympy.Expr, sympy.Symbol]] = []
         self._find_sizes()
         for node in traced.graph.nodes:
             self._read(node)
+        written = [n for n, reason in self.left.items() if reason == _WRITES]
+        if written:  # calls are moved, and what they read must not change meanwhile
+            raise LeftToPyTorch(f"{written[0].target} {_WRITES}")
 
     def value(self, node: fx.Node) -> Any:
         """The fake value of `node`, or the constant it names."""
@@ -97,12 +104,26 @@ class Reader(Importer):
     def dim(self, value: Any) -> Dim:
         if not isinstance(value, torch.SymInt):
             return as_dim(value)
-        return as_dim(self._known(value).xreplace(self.names))
+        return as_dim(self._plain(self._known(value).xreplace(self.names)))
+
+    def _plain(self, expr: sympy.Expr) -> sympy.Expr:
+        """`expr` with every part that is no sum, product or power, such as B // 2, named as a size
+        of its own: generated code knows polynomials."""
+        if expr.is_Symbol or expr.is_number:
+            return expr
+        if expr.is_Add or expr.is_Mul or expr.is_Pow:
+            return expr.func(*map(self._plain, expr.args))
+        new = f"s{len(self.sizes) + len(self.derived)}"
+        name = next((k for k, v in self.derived.items() if v == expr), new)
+        self.derived[name] = expr
+        self.hints[name] = max(2, evaluate(expr, self.hints))
+        return symbol(name)
 
     def number(self, value: Any) -> Any:
         if isinstance(value, torch.SymFloat) and self._known(value).free_symbols - set(self.names):
             raise LeftToPyTorch("a number computed from a size that is not known by itself")
-        return super().number(value)
+        number = super().number(value)
+        return self._plain(number) if isinstance(number, sympy.Expr) else number
 
     # -- nodes
 
@@ -155,7 +176,7 @@ class Reader(Importer):
         if not isinstance(node.target, torch._ops.OpOverload):
             raise LeftToPyTorch("no aten operator")
         if node.target._schema.is_mutable:
-            raise LeftToPyTorch("writes in place")
+            raise LeftToPyTorch(_WRITES)
         made = [v for v in tree_leaves(self.value(node)) if v is not None]
         used = [n for n in node.all_input_nodes if isinstance(self.value(n), torch.Tensor)]
         tensors = [*made, *map(self.value, used)]
@@ -181,6 +202,11 @@ class Reader(Importer):
 
     def _extern(self, fx_node: fx.Node, args: list[Any], kwargs: Any, origin: Origin) -> Any:
         raise LeftToPyTorch("no generated code for it")
+
+    def reshape(self, x: Node, shape: Sequence[Dim], origin: Origin) -> Node:
+        if as_dim(product(shape) - product(x.shape)) != 0:
+            raise LeftToPyTorch(f"{x.shape} and {tuple(shape)} are not equally many for all sizes")
+        return super().reshape(x, shape, origin)
 
     def op__to_copy(self, fx_node: Any, origin: Origin, x: Node, **kwargs: Any) -> Any:
         # Its device is the operand's (`_check`). A cast that PyTorch did not insert while opening
