@@ -72,7 +72,7 @@ class Captured:
         )
 
 
-_CASTS = {"to", "bfloat16", "half", "float", "type", "type_as"}
+_CASTS = {"to", "_to_copy", "bfloat16", "half", "float", "type", "type_as"}
 
 
 class DataDependentError(RuntimeError):
@@ -104,11 +104,12 @@ class _Provenance(TorchFunctionMode):
             return None  # exported programs assert a device, and meta is none of the user's
         frame, place = sys._getframe(1), None
         while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
-            place = place or recorded_place(frame)
+            place = recorded_place(frame) if place is None else place
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
-            cast = f"|{CAST}" if getattr(func, "__name__", "") in _CASTS else ""
-            place = place or f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            cast = f"|{CAST}" if getattr(func, "__name__", "").split(".")[0] in _CASTS else ""
+            if place is None:
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             tag = f"{place}|{self.paths[-1]}{cast}"
             _set_tag(tag)
         result = func(*args, **(kwargs or {}))

@@ -40,16 +40,14 @@ def _drop_metadata_asserts(module: fx.GraphModule) -> None:
 
 
 def recorded_place(frame: FrameType) -> str | None:
-    """file:line of the user's code that a running GraphModule recorded for the line `frame` is at;
-    None where it recorded none, or is none."""
+    """file:line of the user's code that a running GraphModule recorded for the line `frame` is at,
+    an empty text where it recorded none; None for any other frame."""
     module = frame.f_locals.get("self")
     if not isinstance(module, fx.GraphModule):
         return None
     lines = module._lineno_map or {}
     index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
-    if index is None:
-        return None
-    return place(list(module.graph.nodes)[index]) or None
+    return "" if index is None else place(list(module.graph.nodes)[index])
 
 
 def place(node: fx.Node) -> str:
