@@ -44,15 +44,19 @@ class GraphReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.direction}: {self.fused_operators} operators in {self.row_regions} generated "
-            f"kernels, {len(self.parts)} fused parts; {len(self.left)} calls left to PyTorch"
+            f"{self.direction}: {_count(self.fused_operators, 'operator')} in "
+            f"{_count(self.row_regions, 'generated kernel')}, "
+            f"{_count(len(self.parts), 'fused part')}; "
+            f"{_count(len(self.left), 'call')} left to PyTorch"
         ]
         for i, plan in enumerate(self.parts):
             lines.append(f"  fused_{i}")
             for region in plan.regions:
                 assert not isinstance(region, ExternRegion)
                 nodes = computed(region)
-                what = f"{len(nodes)} operators" if isinstance(region, RowRegion) else "product"
+                what = (
+                    _count(len(nodes), "operator") if isinstance(region, RowRegion) else "product"
+                )
                 text = f"{what} from {_places(nodes)}" if nodes else "copies"
                 lines.append(f"    {region.name:<4}{region.kind:<7} {text}")
         if self.left:
@@ -76,6 +80,10 @@ class Report:
         if not self.graphs:
             return "megafuse: nothing compiled yet"
         return "\n".join(f"graph {i}, {graph}" for i, graph in enumerate(self.graphs))
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + ("" if n == 1 else "s")
 
 
 def _counted(texts: list[str]) -> list[tuple[str, int]]:
