@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megafuse.fusion.describe import computed
-from megafuse.fusion.plan import ExternRegion, GraphPlan, RowRegion
+from megafuse.fusion.plan import GraphPlan, MatmulRegion, Region, RowRegion
 from megafuse.ir import Node
 
 
@@ -52,12 +52,7 @@ class GraphReport:
         for i, plan in enumerate(self.parts):
             lines.append(f"  fused_{i}")
             for region in plan.regions:
-                assert not isinstance(region, ExternRegion)
-                nodes = computed(region)
-                what = (
-                    _count(len(nodes), "operator") if isinstance(region, RowRegion) else "product"
-                )
-                text = f"{what} from {_places(nodes)}" if nodes else "copies"
+                text = _described(region)
                 lines.append(f"    {region.name:<4}{region.kind:<7} {text}")
         if self.left:
             lines.append("  PyTorch")
@@ -80,6 +75,15 @@ class Report:
         if not self.graphs:
             return "megafuse: nothing compiled yet"
         return "\n".join(f"graph {i}, {graph}" for i, graph in enumerate(self.graphs))
+
+
+def _described(region: Region) -> str:
+    nodes = computed(region)
+    if isinstance(region, RowRegion):
+        what = _count(len(nodes), "operator")
+    else:
+        what = "product" if isinstance(region, MatmulRegion) else str(region.node.attrs["target"])
+    return f"{what} from {_places(nodes)}" if nodes else "copies"
 
 
 def _count(n: int, noun: str) -> str:
