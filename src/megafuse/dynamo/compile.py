@@ -7,6 +7,7 @@ aten graphs becomes a program of fused parts and PyTorch calls.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -39,8 +40,8 @@ class Backend:
     """A backend for `torch.compile`, with a report of what it did.
 
     options: as for `megafuse.fuse`, except `memory`: what a forward saves is decided by
-        AOTAutograd's minimum cut. `torch.compile(..., options={"rounding": "eager"})` overrides
-        single fields.
+        AOTAutograd's minimum cut. None: the defaults when a graph is compiled.
+        `torch.compile(..., options={"rounding": "eager"})` overrides single fields.
 
     Nothing is refused: an operator that generated code does not cover runs in PyTorch, at its place
     in the program. Why is in `report()`, and on the logger "megafuse.dynamo" (level INFO; WARNING
@@ -48,7 +49,7 @@ class Backend:
     """
 
     def __init__(self, options: Options | None = None) -> None:
-        self.options = options or Options()
+        self.options = options
         self._report = Report()
 
     def __call__(
@@ -56,7 +57,7 @@ class Backend:
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:  # fmt: skip
         """Compile one Dynamo graph. Raises TypeError or ValueError for options that are none."""
-        chosen = Options(**{**vars(self.options), **options}) if options else self.options
+        chosen = dataclasses.replace(self.options or Options(), **(options or {}))
         if chosen.memory != "balanced":
             raise ValueError(
                 f"memory={chosen.memory!r}: under torch.compile AOTAutograd decides what a forward "
