@@ -180,7 +180,7 @@ class Importer:
                 return args[0]
             if not _all_fusable([value, args, kwargs]):
                 return self._extern(fx_node, args, kwargs, origin)
-            if name in _RESHAPES and args[0].dtype == value.dtype:  # else another dtype's bits
+            if name in _RESHAPES and args[0].dtype == self.type_of(fx_node).dtype:
                 return self.reshape(args[0], self.type_of(fx_node).shape, origin)
             if name in _FULLS:
                 return self._full(fx_node, name, args, kwargs, origin)
