@@ -68,12 +68,9 @@ def inputs_of(plan: GraphPlan, region: RowRegion, sizes: dict[str, int]) -> dict
 
 
 def layouts(region: RowRegion) -> list[Schedule]:
-    """Layouts worth timing: every exact division of the row, one to many blocks."""
+    """Layouts worth timing: near-exact divisions of the row, every way of getting it there."""
     found = []
-    widths = (8,)
-    for lanes, team in itertools.product(widths, (32, 64, 128, 160, 320)):
-        if team > 32 and team % 32:
-            continue
+    for lanes, team in itertools.product((8, 4), (32, 64, 128, 160, 320)):
         stages = []
         for stage in region.stages:
             n = columns_of(stage)
@@ -83,20 +80,12 @@ def layouts(region: RowRegion) -> list[Schedule]:
             stages.append(StageSchedule(n, lanes, steps, False))
         if len(stages) < len(region.stages):
             continue
-        teamings = (1, 2, 4, 8) if region.kind == "group" or team <= 64 else (1,)
-        ways = ((0, True), (0, False), (2, True), (3, True))
-        for teams, (depth, ahead), hold in itertools.product(teamings, ways, (True, False)):
-            if not hold and team > 160:
-                continue
-            for warps in (8, 16, 24, 32):
-                threads = team * teams
-                blocks = warps * 32 // threads if threads >= 32 else 0
-                least = 128 if region.kind == "group" else 64
-                if least <= threads <= 640 and blocks and blocks * threads > (warps - 4) * 32 \
-                        and not (team > 32 and teams > 15):  # fmt: skip
-                    found.append(Schedule(team, teams, tuple(stages), blocks, depth,
-                                          ahead, hold))  # fmt: skip
-    return list(dict.fromkeys(found))
+        ways = [(depth, lazy, True) for depth in (2, 3, 4) for lazy in (False, True)]
+        ways += [(0, False, True), (0, False, False)]
+        for teams, (depth, lazy, ahead), hold in itertools.product((1, 2, 4, 8), ways, (True, False)):
+            if 128 <= team * teams <= 320:
+                found.append(Schedule(team, teams, tuple(stages), 1, depth, lazy, ahead, hold))
+    return found
 
 
 def _compile(job: tuple[str, list[str], str, bool]) -> Any:
@@ -169,7 +158,8 @@ def measure(
         s = built.kernel.schedule
         layout = (f"team {s.team}x{s.teams} lanes {','.join(str(x.lanes) for x in s.stages)} "
                   f"blocks {s.blocks}/{built.blocks_per_sm} depth {s.depth}"
-                  f"{'' if s.ahead else ' now'}{'' if s.hold else ' reread'}")  # fmt: skip
+                  f"{' lazy' if s.lazy else ''}{'' if s.ahead else ' now'}"
+                  f"{'' if s.hold else ' reread'}")  # fmt: skip
         cubin = built.module.cubin  # type: ignore[union-attr]
         registers = cubin.resources[built.kernel.name].registers
         results.append({"region": region.name, "kind": kind, "layout": layout, "ms": ms,
