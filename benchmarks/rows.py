@@ -82,7 +82,8 @@ def layouts(region: RowRegion) -> list[Schedule]:
             continue
         ways = [(depth, lazy, True) for depth in (2, 3, 4) for lazy in (False, True)]
         ways += [(0, False, True), (0, False, False)]
-        for teams, (depth, lazy, ahead), hold in itertools.product((1, 2, 4, 8), ways, (True, False)):
+        both = True, False
+        for teams, (depth, lazy, ahead), hold in itertools.product((1, 2, 4, 8), ways, both):
             if 128 <= team * teams <= 320:
                 found.append(Schedule(team, teams, tuple(stages), 1, depth, lazy, ahead, hold))
     return found
@@ -134,7 +135,7 @@ def measure(
     nbytes = sum(read_bytes(region, n, plan.buffers, sizes) for n in region.reads(plan.buffers))
     nbytes += written_bytes(region, sizes)
     values = inputs_of(plan, region, sizes)
-    candidates: list[tuple[str, BuiltRegion]] = [("chosen", executor.built[region.name])]
+    candidates: list[tuple[str, BuiltRegion]] = [("chosen", executor.kernel(region, sizes))]
     if sweep:
         kernels = [emit_rows(region, plan.buffers, s, False, f"mf_{region.name}")
                    for s in layouts(region)]  # fmt: skip

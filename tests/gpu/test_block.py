@@ -54,6 +54,23 @@ def assert_equal(got: list, want: list) -> None:  # type: ignore[type-arg]
         assert torch.equal(a, b), f"result {i}"
 
 
+def test_the_first_batch_leaves_no_trace() -> None:
+    """Layouts follow from a call's own sizes: what else a module has seen cannot show."""
+    small, large = (block_case((b, 16, 64, 2), torch.bfloat16, device="cuda") for b in (3, 600))
+    want = []
+    for case in (small, large):
+        fresh = megafuse.fuse(case.module, *case.args)
+        want.append(step(fresh, list(fresh.parameters()), case.args, [case.grad_output]))
+    for first, second in ((0, 1), (1, 0)):
+        fused = megafuse.fuse(small.module)
+        for i in (first, second):
+            case = (small, large)[i]
+            fused.load_state_dict(case.module.state_dict())
+            got = step(fused, list(fused.parameters()), case.args, [case.grad_output])
+            assert_equal(got, want[i])
+        assert count_plans(fused) == 1
+
+
 def test_repeated_runs_are_bitwise_equal(public: tuple) -> None:  # type: ignore[type-arg]
     case, fused, want = public
     for _ in range(20):

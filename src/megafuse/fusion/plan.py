@@ -224,9 +224,10 @@ class GraphPlan:
     sizes: Mapping[str, int] = field(default_factory=dict)
     merges: list[Merge] = field(default_factory=list)
 
-    def rows_of(self, region: RowRegion) -> int:
-        """Rows of the region's first stage at the sizes the plan was made for."""
-        return evaluate(product(a.extent for a in region.stages[0].rows()), self.sizes)
+    def rows_of(self, region: RowRegion, sizes: Mapping[str, int] | None = None) -> int:
+        """Rows of the region's first stage; sizes: by default those the plan was made for."""
+        rows = product(a.extent for a in region.stages[0].rows())
+        return evaluate(rows, self.sizes if sizes is None else sizes)
 
     def last_use(self) -> dict[Node, int]:
         """Buffer → index of the last region that reads or writes it (outputs: never freed)."""

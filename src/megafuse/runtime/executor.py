@@ -56,12 +56,20 @@ def emit_host(plan: GraphPlan, region: RowRegion, rounding: bool) -> RowKernel:
 
 
 def emit_cuda(
-    plan: GraphPlan, region: RowRegion, rounding: bool, arch: str, debug: bool = False
+    plan: GraphPlan,
+    region: RowRegion,
+    rounding: bool,
+    arch: str,
+    debug: bool = False,
+    sizes: Mapping[str, int] | None = None,
 ) -> tuple[RowKernel, Cubin]:
     """The preferred layout whose kernels the assembler fits without spilling and that keeps a
-    multiprocessor busy (else the one that spills least), compiled for `arch`. Needs no GPU."""
+    multiprocessor busy (else the one that spills least), compiled for `arch`. Needs no GPU.
+
+    sizes: of the call (default: those the plan was made for); all that counts is on which side of
+    `MANY_ROWS` the region's rows are."""
     best: tuple[int, RowKernel, Cubin] | None = None
-    rows = plan.rows_of(region)
+    rows = plan.rows_of(region, sizes)
     for schedule in cuda_schedules(region, rows):
         kernel = emit_rows(region, plan.buffers, schedule, rounding, f"mf_{region.name}")
         # Where launches cost more than arithmetic, float32 storage gets double arithmetic.
@@ -102,28 +110,17 @@ class Executor:
         self.plan, self.device, self.options = plan, device, options
         self.spec: DeviceSpec = spec_for(device)
         self.built = self._build(progress or (lambda *_: None))
+        self._other: dict[str, BuiltRegion] = {}  # for calls on the other side of MANY_ROWS
         self.recipes: dict[tuple[int, ...], tuple[list[tuple[str, Step]], list[Any]]] = {}
         self._last = plan.last_use()
 
     def _build(self, progress: Progress) -> dict[str, BuiltRegion]:
         work = [r for r in self.plan.regions if isinstance(r, RowRegion)]
-        rounding, options = self.options.rounding == "eager", self.options
         done = 0
 
         def build(region: RowRegion) -> BuiltRegion:
             nonlocal done
-            if self.device.type != "cuda":
-                kernel = emit_host(self.plan, region, rounding)
-                host = build_host(kernel.source, kernel.names, fast=kernel.fast,
-                                  sanitize=options.sanitize, debug=options.debug)  # fmt: skip
-                result = BuiltRegion(region, kernel, host, HOST_PARTS)
-            else:
-                index = self.device.index
-                kernel, cubin = emit_cuda(
-                    self.plan, region, rounding, self.spec.arch, options.debug
-                )
-                cuda = CudaModule(cubin, kernel.names, index, {kernel.name: kernel.shared})
-                result = BuiltRegion(region, kernel, cuda, blocks_per_sm(kernel, cubin, self.spec))
+            result = self._build_region(region, self.plan.sizes)
             done += 1
             progress(f"{region.name} compiled", done, len(work))
             return result
@@ -131,8 +128,32 @@ class Executor:
         with ThreadPoolExecutor(4) as pool:
             built = {b.region.name: b for b in pool.map(build, work)}
         suffix = "cuda.cu" if self.device.type == "cuda" else "host.cpp"
-        dump.write_sources(options, self.plan, suffix, [b.kernel for b in built.values()])
+        dump.write_sources(self.options, self.plan, suffix, [b.kernel for b in built.values()])
         return built
+
+    def _build_region(self, region: RowRegion, sizes: Mapping[str, int]) -> BuiltRegion:
+        options, rounding = self.options, self.options.rounding == "eager"
+        if self.device.type != "cuda":
+            kernel = emit_host(self.plan, region, rounding)
+            host = build_host(kernel.source, kernel.names, fast=kernel.fast,
+                              sanitize=options.sanitize, debug=options.debug)  # fmt: skip
+            return BuiltRegion(region, kernel, host, HOST_PARTS)
+        arch, debug = self.spec.arch, options.debug
+        kernel, cubin = emit_cuda(self.plan, region, rounding, arch, debug, sizes)
+        shared = {kernel.name: kernel.shared}
+        cuda = CudaModule(cubin, kernel.names, self.device.index, shared)
+        return BuiltRegion(region, kernel, cuda, blocks_per_sm(kernel, cubin, self.spec))
+
+    def kernel(self, region: RowRegion, sizes: Mapping[str, int]) -> BuiltRegion:
+        """The kernel for a call of these sizes. Its layout, and so the order of its sums, follows
+        from them alone, whatever call the plan was made for."""
+        planned = self.plan.rows_of(region) >= MANY_ROWS
+        many = self.plan.rows_of(region, sizes) >= MANY_ROWS
+        if self.device.type != "cuda" or many == planned:
+            return self.built[region.name]
+        if region.name not in self._other:
+            self._other[region.name] = self._build_region(region, sizes)
+        return self._other[region.name]
 
     # -- running
 
@@ -161,7 +182,7 @@ class Executor:
         for i, region in enumerate(self.plan.regions):
             dead = [n for n, last in self._last.items() if last == i]
             if isinstance(region, RowRegion):
-                step = self._row_step(self.built[region.name], named)
+                step = self._row_step(self.kernel(region, named), named)
             elif isinstance(region, MatmulRegion):
                 step = self._matmul_step(region, named)
             else:
