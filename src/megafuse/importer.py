@@ -43,7 +43,8 @@ BACKWARD = "@backward"
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
 _FULLS = {"full": None, "zeros": 0, "ones": 1, "full_like": None, "zeros_like": 0, "ones_like": 1,
-          "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None}  # fmt: skip
+          "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None,
+          "empty": 0, "empty_like": 0, "new_empty": 0}  # fmt: skip
 
 
 class Importer:
@@ -313,6 +314,19 @@ class Importer:
         if stop != x.shape[dim]:
             parts.append(self.slice(x, dim, stop, x.shape[dim], origin))
         return self.op_cat(fx_node, origin, parts, dim)
+
+    def op_select_scatter(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int,
+                          index: Any) -> Any:  # fmt: skip
+        dim %= len(x.shape)
+        shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
+        return self.op_slice_scatter(
+            fx_node, origin, x, self.reshape(y, shape, origin), dim, index
+        )
+
+    def op_fill(self, fx_node: Any, origin: Origin, x: Node, value: Any) -> Any:
+        if isinstance(value, Node):
+            return self.op_expand(fx_node, origin, value)
+        return self._full(fx_node, "full", [value], {}, origin)
 
     def _reduce(self, fx_node: Any, op: str, origin: Origin, x: Node, dims: Any) -> Any:
         type = self.type_of(fx_node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from megafuse.invariants import check_graph
 from megafuse.ir import Graph
@@ -10,20 +11,26 @@ from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
 from megafuse.passes.simplify import simplify
+from megafuse.passes.whole import whole_products
 
 Pass = Callable[[Graph], Graph]
+Biases = Literal["kernel", "call", "apart"]
 PIPELINE: tuple[Pass, ...] = (dce, simplify, cse, dce)
-EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
+AFTER: dict[Biases, tuple[Pass, ...]] = {
+    "kernel": (fuse_epilogues, simplify, cse, dce),
+    "call": (dce, whole_products, simplify, dce),
+    "apart": (),
+}
 
 
 def run(
-    graph: Graph, observe: Callable[[Graph], None] = lambda _: None, epilogues: bool = False
+    graph: Graph, observe: Callable[[Graph], None] = lambda _: None, biases: Biases = "apart"
 ) -> Graph:
-    """Run PIPELINE, then EPILOGUES where products have them; `observe` sees the graph after every
-    pass."""
+    """Run PIPELINE, then what settles where 16-bit products get their biases: in the product's own
+    kernel, in one PyTorch call with it, or apart. `observe` sees the graph after every pass."""
     check_graph(graph)
     observe(graph)
-    for apply in (*PIPELINE, *(EPILOGUES if epilogues else ())):
+    for apply in (*PIPELINE, *AFTER[biases]):
         graph = apply(graph)
         check_graph(graph)
         observe(graph)

@@ -1,0 +1,82 @@
+"""A 16-bit product and its bias in one PyTorch call, where their sum itself reaches memory.
+
+Before → after, for executors whose products have no epilogue:
+    add(reshape(matmul(a, b)), bias)     → reshape(addmm(bias, a, b))
+    add(matmul(a, b), row)               → baddbmm(row, a, b)
+
+PyTorch adds the bias before it rounds. Apart, the product would round and the sum would round
+again; that is as exact as eager only where more arithmetic follows in the same walk.
+"""
+
+from __future__ import annotations
+
+from megafuse.ir import Arg, Graph, Node, Ref, Rewriter, TensorType
+from megafuse.ops import is_view
+from megafuse.passes.additions import HALVES, Addition, additions, pulled, restored
+
+
+class WholeProducts(Rewriter):
+    name = "whole"
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.users = graph.users()
+        self.outputs = {o for o in graph.outputs if o is not None}
+        self._alone: set[Node] = set()
+
+    def visit(self, node: Node, args: tuple[Arg, ...]) -> Node:
+        made = self._whole(node, args) or self.keep(node, args)
+        if len(self.users[node]) == 1 and node not in self.outputs:
+            self._alone.add(made)
+        return made
+
+    def _whole(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
+        if node.op != "add" or node.dtype not in HALVES or len(node.inputs) != 2:
+            return None
+        if not self._reaches_memory(node):
+            return None
+        a, b = args
+        assert isinstance(a, Node) and isinstance(b, Node)
+        for addition in additions(a, b, self._alone.__contains__):
+            seen = addition.views[-1] if addition.views else addition.product
+            if seen.shape != node.shape or addition.other.dtype != node.dtype:
+                continue
+            extra = pulled(addition, self)
+            if extra is not None and extra[0] == "row":
+                return restored(self._call(addition, extra[1], node), addition, self)
+        return None
+
+    def _reaches_memory(self, node: Node) -> bool:
+        if node in self.outputs:
+            return True
+        return any(
+            user.op in ("matmul", "extern")
+            or ((is_view(user) or user.op == "cat") and self._reaches_memory(user))
+            for user in self.users[node]
+        )
+
+    def _call(self, addition: Addition, bias: Node, node: Node) -> Node:
+        """The product with its bias as one extern call, in the product's shape."""
+        product = addition.product
+        operands = (bias, *product.inputs)
+        batch, m, n = product.shape
+        target, type = "aten.baddbmm.default", product.type
+        if batch == 1:  # PyTorch adds a vector inside the product, a broadcast matrix before it
+            target, type = "aten.addmm.default", TensorType((m, n), product.dtype)
+            operands = tuple(
+                self.emit("reshape", (x,), TensorType(shape, x.dtype), x.origin)
+                for x, shape in zip(
+                    operands, ((n,), *(i.shape[1:] for i in product.inputs)), strict=True
+                )
+            )
+        call = self.emit(
+            "extern", operands, type, node.origin, target=target,
+            call_args=[Ref(0), Ref(1), Ref(2)], call_kwargs={}, multiple=False,
+        )  # fmt: skip
+        if batch != 1:
+            return call
+        return self.emit("reshape", (call,), product.type, node.origin)
+
+
+def whole_products(graph: Graph) -> Graph:
+    return WholeProducts(graph).run(graph)
