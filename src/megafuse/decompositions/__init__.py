@@ -58,7 +58,7 @@ def _check_bias(bias: Tensor, a: Tensor) -> None:
 
 def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
     """bias + a @ b; scaled forms (rare) stay whole. PyTorch adds the bias before it rounds a 16-bit
-    result: where that matters `passes.whole` puts the two together again."""
+    result: `passes.epilogue` and `passes.whole` put the two together again."""
     _check_bias(bias, a)
     return torch.mm(a, b) + bias if beta == 1 and alpha == 1 else NotImplemented
 

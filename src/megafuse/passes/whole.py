@@ -1,17 +1,16 @@
-"""A 16-bit product and its bias in one PyTorch call, where their sum itself reaches memory.
+"""A 16-bit product and its bias in one PyTorch call.
 
-Before → after, for executors whose products have no epilogue:
+Before → after, for products whose own kernel cannot add:
     add(reshape(matmul(a, b)), bias)     → reshape(addmm(bias, a, b))
     add(matmul(a, b), row)               → baddbmm(row, a, b)
 
-PyTorch adds the bias before it rounds. Apart, the product would round and the sum would round
-again; that is as exact as eager only where more arithmetic follows in the same walk.
+PyTorch adds the bias before it rounds. Apart, the product rounds first: then a sum near zero may
+have the wrong sign, and a ReLU behind it another gradient than eager's.
 """
 
 from __future__ import annotations
 
 from megafuse.ir import Arg, Graph, Node, Ref, Rewriter, TensorType
-from megafuse.ops import is_view
 from megafuse.passes.additions import HALVES, Addition, additions, pulled, restored
 
 
@@ -21,7 +20,7 @@ class WholeProducts(Rewriter):
     def __init__(self, graph: Graph) -> None:
         super().__init__()
         self.users = graph.users()
-        self.outputs = {o for o in graph.outputs if o is not None}
+        self.outputs = set(graph.outputs)
         self._alone: set[Node] = set()
 
     def visit(self, node: Node, args: tuple[Arg, ...]) -> Node:
@@ -33,27 +32,18 @@ class WholeProducts(Rewriter):
     def _whole(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
         if node.op != "add" or node.dtype not in HALVES or len(node.inputs) != 2:
             return None
-        if not self._reaches_memory(node):
-            return None
         a, b = args
         assert isinstance(a, Node) and isinstance(b, Node)
         for addition in additions(a, b, self._alone.__contains__):
             seen = addition.views[-1] if addition.views else addition.product
             if seen.shape != node.shape or addition.other.dtype != node.dtype:
                 continue
+            if "epilogue" in addition.product.attrs:
+                continue
             extra = pulled(addition, self)
             if extra is not None and extra[0] == "row":
                 return restored(self._call(addition, extra[1], node), addition, self)
         return None
-
-    def _reaches_memory(self, node: Node) -> bool:
-        if node in self.outputs:
-            return True
-        return any(
-            user.op in ("matmul", "extern")
-            or ((is_view(user) or user.op == "cat") and self._reaches_memory(user))
-            for user in self.users[node]
-        )
 
     def _call(self, addition: Addition, bias: Node, node: Node) -> Node:
         """The product with its bias as one extern call, in the product's shape."""
@@ -69,10 +59,9 @@ class WholeProducts(Rewriter):
                     operands, ((n,), *(i.shape[1:] for i in product.inputs)), strict=True
                 )
             )
-        call = self.emit(
-            "extern", operands, type, node.origin, target=target,
-            call_args=[Ref(0), Ref(1), Ref(2)], call_kwargs={}, multiple=False,
-        )  # fmt: skip
+        attrs = {"target": target, "call_args": [Ref(0), Ref(1), Ref(2)], "call_kwargs": {},
+                 "multiple": False}  # fmt: skip
+        call = self._append(Node("call", "extern", operands, type, attrs, node.origin))
         if batch != 1:
             return call
         return self.emit("reshape", (call,), product.type, node.origin)

@@ -27,7 +27,7 @@ class LlamaFFN(Entry, name="llama_ffn"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (3, 7, 48, 88) if size == "cpu" else (8, 2048, 1024, 2816)
+        b, t, d, h = (3, 27, 96, 176) if size == "cpu" else (8, 2048, 1024, 2816)
         return randomised(LlamaFFN(d, h)), (normal(b, t, d),)
 
 
@@ -50,7 +50,7 @@ class T5GatedFFN(Entry, name="t5_gated_gelu"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (2, 9, 40, 104) if size == "cpu" else (16, 1024, 768, 2048)
+        b, t, d, h = (2, 33, 88, 168) if size == "cpu" else (16, 1024, 768, 2048)
         return randomised(T5GatedFFN(d, h)), (normal(b, t, d),)
 
 
@@ -70,7 +70,7 @@ class LoRALinear(Entry, name="lora_linear"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, o, r = (3, 5, 40, 72, 8) if size == "cpu" else (8, 2048, 2048, 4096, 16)
+        b, t, d, o, r = (3, 25, 80, 144, 8) if size == "cpu" else (8, 2048, 2048, 4096, 16)
         return LoRALinear(d, o, r), (normal(b, t, d),)
 
 
@@ -95,7 +95,7 @@ class Rotary(Entry, name="rotary"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, h, t, d = (2, 3, 10, 16) if size == "cpu" else (8, 32, 2048, 128)
+        b, h, t, d = (2, 3, 22, 32) if size == "cpu" else (8, 32, 2048, 128)
         return Rotary(t, d), (normal(b, h, t, d), normal(b, h, t, d))
 
 
@@ -117,7 +117,7 @@ class ExplicitAttention(Entry, name="attention_softmax"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (2, 11, 48, 4) if size == "cpu" else (8, 1024, 1024, 16)
+        b, t, d, h = (2, 37, 96, 4) if size == "cpu" else (8, 1024, 1024, 16)
         mask = torch.ones(t, t, dtype=torch.bool).triu(1)
         return ExplicitAttention(d, h), (normal(b, t, d), mask)
 
@@ -141,7 +141,7 @@ class FusedAttention(Entry, name="attention_sdpa"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (2, 12, 64, 4) if size == "cpu" else (8, 2048, 1024, 16)
+        b, t, d, h = (2, 36, 96, 4) if size == "cpu" else (8, 2048, 1024, 16)
         return randomised(FusedAttention(d, h)), (normal(b, t, d),)
 
 
@@ -157,7 +157,7 @@ class EncoderLayer(Entry, name="encoder_layer"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h, f = (2, 10, 48, 4, 72) if size == "cpu" else (32, 512, 768, 12, 3072)
+        b, t, d, h, f = (3, 41, 96, 4, 184) if size == "cpu" else (32, 512, 768, 12, 3072)
         return randomised(EncoderLayer(d, h, f)).eval(), (normal(b, t, d),)
 
 
@@ -178,7 +178,7 @@ class BertEmbedding(Entry, name="bert_embedding"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, v, d = (3, 9, 50, 40) if size == "cpu" else (64, 512, 30_000, 768)
+        b, t, v, d = (3, 29, 50, 72) if size == "cpu" else (64, 512, 30_000, 768)
         words, segments = torch.randint(v, (b, t)), torch.randint(2, (b, t))
         return randomised(BertEmbedding(v, t, d)), (words, segments)
 
@@ -195,7 +195,7 @@ class LMLoss(Entry, name="softmax_cross_entropy"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        n, d, v = (37, 24, 130) if size == "cpu" else (8192, 512, 32_000)
+        n, d, v = (137, 48, 330) if size == "cpu" else (8192, 512, 32_000)
         labels = torch.randint(v, (n,))
         labels[::5] = -100
         return LMLoss(d, v), (normal(n, d), labels)
@@ -211,5 +211,5 @@ class SmoothedNLL(Entry, name="log_softmax_nll"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        n, v = (29, 77) if size == "cpu" else (16_384, 8192)
+        n, v = (129, 177) if size == "cpu" else (16_384, 8192)
         return SmoothedNLL(), (normal(n, v), torch.randint(v, (n,)))

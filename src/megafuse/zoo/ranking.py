@@ -24,7 +24,7 @@ class DCNv2(Entry, name="dcn_v2"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, d = (33, 40) if size == "cpu" else (32_768, 1024)
+        b, d = (133, 72) if size == "cpu" else (32_768, 1024)
         return DCNv2(d, 3), (normal(b, d),)
 
 
@@ -46,7 +46,7 @@ class DLRMTop(Entry, name="dlrm_top"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, f, d, h = (21, 5, 16, 32) if size == "cpu" else (32_768, 27, 128, 1024)
+        b, f, d, h = (129, 7, 32, 96) if size == "cpu" else (32_768, 27, 128, 1024)
         label = (torch.rand(b) < 0.3).to(torch.get_default_dtype())
         return DLRMTop(f, d, h), (normal(b, d), normal(b, f - 1, d), label)
 
@@ -93,7 +93,7 @@ class EinsumMixer(Entry, name="mixer_einsum_gelu"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (5, 4, 32, 48) if size == "cpu" else (1024, 32, 768, 1536)
+        b, t, d, h = (21, 8, 64, 96) if size == "cpu" else (1024, 32, 768, 1536)
         return randomised(EinsumMixer(t, d, h)), (normal(b, t, d),)
 
 
@@ -114,7 +114,7 @@ class ModuleListMixer(Entry, name="mixer_module_list"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (6, 4, 24, 40) if size == "cpu" else (2048, 16, 512, 1024)
+        b, t, d, h = (33, 4, 64, 88) if size == "cpu" else (2048, 16, 512, 1024)
         return randomised(ModuleListMixer(t, d, h)), (normal(b, t, d),)
 
 
@@ -136,7 +136,7 @@ class HeadsMixer(Entry, name="mixer_heads"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, n, d, h = (5, 6, 3, 24, 40) if size == "cpu" else (1024, 32, 16, 512, 1024)
+        b, t, n, d, h = (21, 6, 3, 64, 72) if size == "cpu" else (1024, 32, 16, 512, 1024)
         return randomised(HeadsMixer(t, n, d, h)), (normal(b, t, d),)
 
 
@@ -154,7 +154,7 @@ class PreNormMixer(Entry, name="mixer_pre_norm"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (5, 4, 32, 56) if size == "cpu" else (512, 64, 768, 1536)
+        b, t, d, h = (21, 8, 64, 104) if size == "cpu" else (512, 64, 768, 1536)
         return randomised(PreNormMixer(d, h)), (normal(b, t, d),)
 
 
@@ -175,7 +175,7 @@ class RMSNormMixer(Entry, name="mixer_rms_norm"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (5, 4, 32, 40) if size == "cpu" else (1024, 32, 768, 1024)
+        b, t, d, h = (21, 8, 64, 88) if size == "cpu" else (1024, 32, 768, 1024)
         return randomised(RMSNormMixer(t, d, h)), (normal(b, t, d),)
 
 
@@ -197,7 +197,7 @@ class SoftMoE(Entry, name="moe_dense_relu"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, d, h, e = (19, 24, 40, 4) if size == "cpu" else (16_384, 768, 1536, 4)
+        b, d, h, e = (131, 72, 104, 12) if size == "cpu" else (16_384, 768, 1536, 4)
         return randomised(SoftMoE(d, h, e)), (normal(b, d),)
 
 
@@ -212,5 +212,5 @@ class InfoNCE(Entry, name="info_nce"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, d = (23, 24) if size == "cpu" else (8192, 256)
+        b, d = (93, 72) if size == "cpu" else (8192, 256)
         return InfoNCE(), (normal(b, d), normal(b, d))

@@ -26,7 +26,7 @@ class MLPMixerBlock(Entry, name="mlp_mixer"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, p, d, ht, hc = (3, 9, 24, 16, 56) if size == "cpu" else (128, 196, 768, 384, 3072)
+        b, p, d, ht, hc = (5, 25, 72, 40, 136) if size == "cpu" else (128, 196, 768, 384, 3072)
         return randomised(MLPMixerBlock(p, d, ht, hc)), (normal(b, p, d),)
 
 
@@ -44,7 +44,7 @@ class SqueezeExcite(Entry, name="squeeze_excite"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, c, r, n = (3, 12, 6, 7) if size == "cpu" else (128, 256, 16, 56)
+        b, c, r, n = (9, 48, 16, 7) if size == "cpu" else (128, 256, 16, 56)
         return SqueezeExcite(c, r), (normal(b, c, n, n),)
 
 
@@ -65,7 +65,7 @@ class ConvNeXtBlock(Entry, name="convnext"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, d, n = (2, 12, 6) if size == "cpu" else (64, 192, 28)
+        b, d, n = (4, 48, 10) if size == "cpu" else (64, 192, 28)
         return randomised(ConvNeXtBlock(d)), (normal(b, d, n, n),)
 
 
@@ -93,7 +93,7 @@ class DiTBlock(Entry, name="dit_adaln"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (2, 10, 32, 4) if size == "cpu" else (64, 256, 768, 12)
+        b, t, d, h = (6, 22, 64, 4) if size == "cpu" else (64, 256, 768, 12)
         return DiTBlock(d, h), (normal(b, t, d), normal(b, d))
 
 
@@ -111,7 +111,7 @@ class FiLM(Entry, name="film"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, c, k, n = (3, 10, 12, 6) if size == "cpu" else (128, 256, 128, 56)
+        b, c, k, n = (6, 40, 24, 9) if size == "cpu" else (128, 256, 128, 56)
         return FiLM(c, k), (normal(b, c, n, n), normal(b, k))
 
 
@@ -129,7 +129,7 @@ class GroupNormBlock(Entry, name="group_norm"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, c, g, n = (3, 12, 4, 5) if size == "cpu" else (32, 320, 32, 64)
+        b, c, g, n = (5, 48, 8, 9) if size == "cpu" else (32, 320, 32, 64)
         return randomised(GroupNormBlock(c, g)), (normal(b, c, n, n),)
 
 
@@ -145,7 +145,7 @@ class BottleneckTail(Entry, name="batch_norm_eval"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, c, n = (3, 10, 6) if size == "cpu" else (128, 256, 56)
+        b, c, n = (5, 40, 9) if size == "cpu" else (128, 256, 56)
         module = randomised(BottleneckTail(c)).eval()
         nn.init.uniform_(module.norm.running_var, 0.5, 2.0)  # type: ignore[union-attr,arg-type]
         return module, (normal(b, c, n, n), normal(b, c, n, n))
