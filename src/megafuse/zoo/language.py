@@ -150,7 +150,9 @@ class EncoderLayer(Entry, name="encoder_layer"):
 
     def __init__(self, dim: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(dim, heads, hidden, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            dim, heads, hidden, activation="gelu", batch_first=True
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)  # type: ignore[no-any-return]

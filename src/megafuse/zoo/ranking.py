@@ -108,7 +108,7 @@ class ModuleListMixer(Entry, name="mixer_module_list"):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x + mix_tokens(x, x.shape[1]))
-        rows = [down(F.relu(up(z)))
+        rows = [down(F.gelu(up(z)))
                 for up, down, z in zip(self.up, self.down, h.unbind(1), strict=True)]  # fmt: skip
         return self.norm2(h + torch.stack(rows, dim=1))
 
@@ -136,7 +136,7 @@ class HeadsMixer(Entry, name="mixer_heads"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, n, d, h = (21, 6, 3, 64, 72) if size == "cpu" else (1024, 32, 16, 512, 1024)
+        b, t, n, d, h = (21, 8, 4, 64, 72) if size == "cpu" else (1024, 32, 16, 512, 1024)
         return randomised(HeadsMixer(t, n, d, h)), (normal(b, t, d),)
 
 
