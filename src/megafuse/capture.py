@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
+from megafuse.attention import is_attention, whole_attention
 from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
 from megafuse.ir import Dim, Graph, as_dim, product
@@ -76,8 +77,9 @@ _CASTS = {"to", "bfloat16", "half", "float", "type", "type_as"}
 class _Provenance(TorchFunctionMode):
     """Tags every traced node with the user's line and module path."""
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module | None, device: torch.device) -> None:
         super().__init__()
+        self.device = device
         self.paths: list[str] = [""]
         self.places: dict[int, str] = {}
         self.handles: list[Any] = []
@@ -101,7 +103,11 @@ class _Provenance(TorchFunctionMode):
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             tag = f"{place}|{self.paths[-1]}{cast}"
             _set_tag(tag)
-        result = func(*args, **(kwargs or {}))
+        result = None
+        if is_attention(func):
+            result = whole_attention(self.device, *args, **(kwargs or {}))
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if frame is not None:
             for value in tree_flatten(result)[0]:
                 if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -204,7 +210,7 @@ def capture(
         return outputs, spread
 
     def _forward(primals: list[torch.Tensor]) -> list[Any]:
-        structure["provenance"] = provenance = _Provenance(module)
+        structure["provenance"] = provenance = _Provenance(module, tensors[0].device)
         try:
             with provenance:
                 result = function(primals)
