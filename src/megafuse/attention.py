@@ -8,12 +8,14 @@ and v, so that nothing is copied on either side.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 aten = torch.ops.aten
 KINDS = {1: "flash", 2: "efficient", 3: "cudnn"}
@@ -109,8 +111,30 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+_PYTORCHS = F.scaled_dot_product_attention
+
+
 def is_attention(function: Callable[..., Any]) -> bool:
-    return function is F.scaled_dot_product_attention
+    return function is _PYTORCHS
+
+
+@contextmanager
+def kept_whole(device: torch.device) -> Iterator[None]:
+    """While tracing a call that will run on `device`, attention inside PyTorch's own modules is
+    kept whole too: a function mode sees `multi_head_attention_forward`, not what it calls. Other
+    threads' tensors are not fake and get PyTorch's function."""
+
+    def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = None
+        if isinstance(query, FakeTensor):
+            out = whole_attention(device, query, *args, **kwargs)
+        return _PYTORCHS(query, *args, **kwargs) if out is None else out
+
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = _PYTORCHS
 
 
 def whole_attention(

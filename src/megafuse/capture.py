@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
-from megafuse.attention import is_attention, whole_attention
+from megafuse.attention import is_attention, kept_whole, whole_attention
 from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
 from megafuse.ir import Dim, Graph, as_dim, product
@@ -212,7 +212,7 @@ def capture(
     def _forward(primals: list[torch.Tensor]) -> list[Any]:
         structure["provenance"] = provenance = _Provenance(module, tensors[0].device)
         try:
-            with provenance:
+            with provenance, kept_whole(tensors[0].device):
                 result = function(primals)
         finally:
             provenance.close()
