@@ -123,7 +123,7 @@ _TORCH = [
     aten.log_sigmoid_backward, aten._softmax, aten._softmax_backward_data, aten._log_softmax,
     aten._log_softmax_backward_data, aten.addcmul, aten.addcdiv, aten.rsub, aten.square, aten.sgn,
     aten.native_dropout_backward, aten.slice_backward, aten.select_backward, aten.mse_loss,
-    aten.mse_loss_backward, aten.lerp, aten.stack, aten.unbind, aten.t, aten.glu,
+    aten.mse_loss_backward, aten.lerp, aten.t, aten.glu,
     aten.glu_backward, aten.smooth_l1_loss, aten.smooth_l1_loss_backward, aten.huber_loss,
     aten.huber_loss_backward, aten.binary_cross_entropy, aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits, aten.xlogy, aten.softshrink, aten.hardshrink,

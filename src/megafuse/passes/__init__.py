@@ -10,6 +10,7 @@ from megafuse.ir import Graph
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
+from megafuse.passes.operands import copied_operands
 from megafuse.passes.pieces import pieces
 from megafuse.passes.simplify import simplify
 from megafuse.passes.whole import whole_products
@@ -22,16 +23,18 @@ AFTER: dict[Biases, tuple[Pass, ...]] = {
     "call": (whole_products, simplify, dce),
     "apart": (),
 }
+LAST: tuple[Pass, ...] = (copied_operands, dce)
 
 
 def run(
     graph: Graph, observe: Callable[[Graph], None] = lambda _: None, biases: Biases = "apart"
 ) -> Graph:
     """Run PIPELINE, then what settles where 16-bit products get their biases: in the product's own
-    kernel where it can be, else in one PyTorch call with it, or apart. `observe` sees the graph after every pass."""
+    kernel where it can be, else in one PyTorch call with it, or apart; and LAST. `observe` sees the
+    graph after every pass."""
     check_graph(graph)
     observe(graph)
-    for apply in (*PIPELINE, *AFTER[biases]):
+    for apply in (*PIPELINE, *AFTER[biases], *LAST):
         graph = apply(graph)
         check_graph(graph)
         observe(graph)

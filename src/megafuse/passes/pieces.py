@@ -7,8 +7,9 @@ Before → after, d the dimension of the concatenation:
     slice(cat(a, b, d), in b)   → slice(b)
     cat(cat(a, b, d), c, d)     → cat(a, b, c, d)
 
-Only where every reader can do so: one that needs the whole (a reduction, a product) has it stored,
-and then the others read it too. Rotary embedding and the gradients of packed weights live on this.
+Only where every reader can do so, and nothing computed from them needs whole rows: then the walk
+over those rows reads the concatenation better than its parts. Rotary embedding and the gradients of
+packed weights live on this.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from megafuse.index import at_least_zero, quotient
 from megafuse.ir import Arg, Dim, Graph, Node, Rewriter, TensorType, as_dim, product
-from megafuse.ops import is_pointwise
+from megafuse.ops import is_pointwise, is_reduction, is_view
 from megafuse.passes.dce import dce
 
 MOST_PARTS = 4
@@ -33,9 +34,10 @@ class Pieces(Rewriter):
         super().__init__()
         outputs = set(graph.outputs)
         users = graph.users()
+        in_rows = _needed_in_rows(graph, users)
         self.open = {
             n for n in graph.nodes
-            if n.op == "cat" and len(n.inputs) <= MOST_PARTS and n not in outputs
+            if n.op == "cat" and len(n.inputs) <= MOST_PARTS and n not in outputs | in_rows
             and users[n] and all(_takes_parts(u, n) for u in users[n])
         }  # fmt: skip
         self.changed = False
@@ -74,10 +76,9 @@ class Pieces(Rewriter):
     def _reshape(self, node: Node, cat: Node) -> Node:
         place = _new_place(cat, node.shape)
         assert place is not None
-        dim, each = place
+        dim, extents = place
         parts = []
-        for p in cat.inputs:
-            extent = as_dim(p.shape[cat.attrs["dim"]] * each)
+        for p, extent in zip(cat.inputs, extents, strict=True):
             shape = (*node.shape[:dim], extent, *node.shape[dim + 1 :])
             parts.append(self.emit("reshape", (p,), TensorType(shape, p.dtype), node.origin))
         return self.emit("cat", tuple(parts), node.type, node.origin, dim=dim)
@@ -124,6 +125,20 @@ class Pieces(Rewriter):
                          dim=own, start=start, stop=stop, step=1)  # fmt: skip
 
 
+def _needed_in_rows(graph: Graph, users: dict[Node, list[Node]]) -> set[Node]:
+    """Nodes that a reduction along a row reads, directly or through what is computed of them."""
+    found: set[Node] = set()
+    for node in reversed(graph.nodes):
+        for user in users[node]:
+            if is_reduction(user):
+                wide = [d for d, extent in enumerate(node.shape) if extent != 1]
+                if wide and wide[-1] in user.attrs["dims"]:
+                    found.add(node)
+            elif user in found and (is_pointwise(user) or is_view(user)):
+                found.add(node)
+    return found
+
+
 def _takes_parts(user: Node, cat: Node) -> bool:
     match user.op:
         case "permute":
@@ -137,17 +152,18 @@ def _takes_parts(user: Node, cat: Node) -> bool:
     return is_pointwise(user) and user.shape == cat.shape
 
 
-def _new_place(cat: Node, shape: tuple[Dim, ...]) -> tuple[int, Dim] | None:
-    """(dimension, elements of it for each of the concatenation's) where a reshape of `cat` to
-    `shape` keeps its parts whole."""
+def _new_place(cat: Node, shape: tuple[Dim, ...]) -> tuple[int, list[Dim]] | None:
+    """(dimension, extent of each part along it) where a reshape of `cat` to `shape` keeps its parts
+    whole."""
     dim = cat.attrs["dim"]
     before, inner = product(cat.shape[:dim]), product(cat.shape[dim + 1 :])
     for place in range(len(shape)):
         if as_dim(product(shape[:place]) - before) != 0:
             continue
-        each = quotient(inner, product(shape[place + 1 :]))
-        if each is not None and as_dim(shape[place] - cat.shape[dim] * each) == 0:
-            return place, each
+        tail = product(shape[place + 1 :])
+        extents = [quotient(as_dim(p.shape[dim] * inner), tail) for p in cat.inputs]
+        if all(e is not None for e in extents):
+            return place, extents  # type: ignore[return-value]
     return None
 
 
