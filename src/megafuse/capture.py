@@ -53,8 +53,8 @@ class Captured:
     differentiable: which forward outputs have an upstream gradient, in order.
     guards: relations between run-time sizes that the trace assumed.
     rebuild: puts a list of output tensors back into the structure the function returned.
-    eager_bytes: what PyTorch moves running the same call one operator at a time (each tensor an
-        operator reads or writes counted once, views free); traced on demand.
+    eager_operators: what PyTorch runs for the same call, one at a time: (name, bytes) of every
+        operator that is no view, each tensor it reads or writes counted once; traced on demand.
     """
 
     graph: Graph
@@ -62,7 +62,11 @@ class Captured:
     differentiable: tuple[int, ...]
     guards: tuple[sympy.Basic, ...]
     rebuild: Callable[[Sequence[Any]], Any]
-    eager_bytes: Callable[[], Dim]
+    eager_operators: Callable[[], list[tuple[str, Dim]]]
+
+    def eager_bytes(self) -> Dim:
+        """What all of those move."""
+        return as_dim(sum(nbytes for _, nbytes in self.eager_operators()))
 
     def accepts(self, sizes: dict[str, int]) -> bool:
         """Whether the assumptions hold for these run-time sizes."""
@@ -264,12 +268,12 @@ def capture(
     outer = Importer(env, {}).run(traced, len(tensors))
     guards = tuple(_guards(env, outer.names))
 
-    def eager_bytes() -> Dim:
-        return _bytes_moved(run(joint, {}), outer.dim)
+    def eager_operators() -> list[tuple[str, Dim]]:
+        return _operators(run(joint, {}), outer.dim)
 
     return Captured(
         outer.graph, structure["outputs"], structure["differentiable"], guards,
-        structure["rebuild"], eager_bytes,
+        structure["rebuild"], eager_operators,
     )  # fmt: skip
 
 
@@ -292,14 +296,16 @@ def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callab
     return rebuild
 
 
-def _bytes_moved(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> Dim:
-    """Bytes read and written by every operator that is no view."""
+def _operators(
+    traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]
+) -> list[tuple[str, Dim]]:
+    """Name, and bytes read and written, of every operator that is no view."""
 
     def nbytes(value: Any) -> Dim:
         flat = [v for v in tree_flatten(value)[0] if isinstance(v, torch.Tensor)]
         return sum(product(dim(s) for s in v.shape) * v.dtype.itemsize for v in flat)
 
-    total: Dim = 0
+    found: list[tuple[str, Dim]] = []
     for node in traced.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -312,8 +318,8 @@ def _bytes_moved(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> Dim
             continue
         operands = [n for n in node.all_input_nodes if "val" in n.meta]
         read = sum(nbytes(n.meta["val"]) for n in operands)
-        total = as_dim(total + nbytes(node.meta["val"]) + read)
-    return total
+        found.append((str(node.target), as_dim(nbytes(node.meta["val"]) + read)))
+    return found
 
 
 def _functional(traced: torch.fx.GraphModule) -> Callable[..., Any]:
