@@ -162,7 +162,6 @@ def capture(
     needs_grad: Sequence[bool],
     module: nn.Module | None = None,
     dynamic: bool = True,
-    exact: bool = False,
 ) -> Captured:
     """Trace `function(tensors)` and its gradients.
 
@@ -170,7 +169,6 @@ def capture(
     parameters: which of them are parameters or buffers (static shapes).
     needs_grad: which of them get a gradient.
     dynamic: whether leading dimensions of the other inputs become run-time sizes.
-    exact: whether 16-bit products keep their biases, for eager's very rounding.
 
     Raises CaptureError when the code cannot be traced (data-dependent control flow, an operator
     without a meta kernel, ...), UnsupportedError when it writes to its inputs.
@@ -247,7 +245,7 @@ def capture(
     level = quiet.level
     quiet.setLevel(logging.CRITICAL)  # what fails is told in one named error, not in pages
     try:
-        table = decompositions.table(exact)
+        table = decompositions.table()
         traced = run(joint, table)
         if _mutates(traced):
             traced = run(_functional(traced), table)

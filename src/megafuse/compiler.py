@@ -59,15 +59,13 @@ def make_plan(
     add bias and residual before they store. Raises CaptureError,
     UnsupportedError.
     """
-    exact = options.rounding == "eager"
     try:
-        captured = capture(function, tensors, parameters, needs_grad, module, exact=exact)
+        captured = capture(function, tensors, parameters, needs_grad, module)
     except CaptureError:
         if batch_size(tensors, parameters) is None:
             raise
         # The code may need to know its batch size; then the plan is for that size only.
-        captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False,
-                           exact=exact)  # fmt: skip
+        captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False)
     count = 0
 
     def see(graph: Graph) -> None:
@@ -75,8 +73,7 @@ def make_plan(
         observe(f"{count:02d}-{graph.made_by.split()[0]}.py", str(graph))
         count += 1
 
-    biases: passes.Biases = "apart" if exact else "kernel" if epilogues else "call"
-    joint = passes.run(captured.graph, see, biases)
+    joint = passes.run(captured.graph, see, epilogues)
     hints = {
         name: max(2, int(tensors[index].shape[dim]))
         for name, (index, dim) in joint.sizes.items() if index < len(tensors)

@@ -373,6 +373,25 @@ class Importer:
         a, b = (self.reshape(v, (1, *v.shape), origin) for v in (a, b))
         return self.reshape(self.emit("matmul", (a, b), batched, origin), type.shape, origin)
 
+    def op_addmm(self, fx_node: Any, origin: Origin, bias: Node, a: Node, b: Node,
+                 **scales: Any) -> Any:  # fmt: skip
+        return self._biased(fx_node, origin, bias, a, b, scales, self.op_mm)
+
+    def op_baddbmm(self, fx_node: Any, origin: Origin, bias: Node, a: Node, b: Node,
+                   **scales: Any) -> Any:  # fmt: skip
+        return self._biased(fx_node, origin, bias, a, b, scales, self.op_bmm)
+
+    def _biased(self, fx_node: Any, origin: Origin, bias: Node, a: Node, b: Node,
+                scales: dict[str, Any], product: Callable[..., Node]) -> Any:  # fmt: skip
+        """bias + a @ b; scaled forms (rare) stay whole. The sum is marked: PyTorch makes it before
+        it rounds the product (see `passes.whole`)."""
+        self._same_dtype(a, b, origin)
+        self._same_dtype(bias, a, origin)
+        if any(s != 1 for s in scales.values()):
+            return NotImplemented
+        total = product(fx_node, origin, a, b)
+        return self.emit("add", (total, bias), self.type_of(fx_node), origin, bias=True)
+
     def _full(self, fx_node: Any, name: str, args: list[Any], kwargs: Any, origin: Origin) -> Any:
         type = self.type_of(fx_node)
         value = _FULLS[name]

@@ -50,24 +50,6 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return (grad.to(dtype) * (s * (xf * (1.0 - s) + 1.0))).to(x.dtype)
 
 
-def _check_bias(bias: Tensor, a: Tensor) -> None:
-    """PyTorch's kernels refuse a bias of another dtype; on meta tensors it would be promoted."""
-    if bias.dtype != a.dtype:
-        raise RuntimeError(f"expected bias and product of one dtype, got {bias.dtype}, {a.dtype}")
-
-
-def addmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    """bias + a @ b; scaled forms (rare) stay whole. PyTorch adds the bias before it rounds a 16-bit
-    result: `passes.epilogue` and `passes.whole` put the two together again."""
-    _check_bias(bias, a)
-    return torch.mm(a, b) + bias if beta == 1 and alpha == 1 else NotImplemented
-
-
-def baddbmm(bias: Tensor, a: Tensor, b: Tensor, beta: float = 1, alpha: float = 1) -> Tensor:
-    _check_bias(bias, a)
-    return torch.bmm(a, b) + bias if beta == 1 and alpha == 1 else NotImplemented
-
-
 def clamp(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
     """Both bounds hand NaN on, as torch.maximum and torch.minimum do."""
     if low is not None:
@@ -91,8 +73,6 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.silu.default: silu,
     aten.silu_backward.default: silu_backward,
-    aten.addmm.default: addmm,
-    aten.baddbmm.default: baddbmm,
     aten.clamp.default: clamp,
     aten.clamp_min.default: lambda x, low: clamp(x, low),
     aten.clamp_max.default: lambda x, high: clamp(x, None, high),
@@ -132,20 +112,6 @@ _TORCH = [
 ]  # fmt: skip
 
 
-def _unless_half(
-    decomposition: Callable[..., Any],
-) -> Callable[..., Any]:
-    def opened(bias: Tensor, a: Tensor, *rest: Any, **scales: Any) -> Any:
-        return NotImplemented if a.dtype.itemsize < 4 else decomposition(bias, a, *rest, **scales)
-
-    return opened
-
-
-def table(exact: bool = False) -> dict[Any, Callable[..., Any]]:
-    """The decomposition table that capture traces with. exact: keep 16-bit products and their
-    biases together, which eager rounds once."""
-    found = {**get_decompositions(_TORCH), **_OURS}
-    if exact:
-        for op in (aten.addmm.default, aten.baddbmm.default):
-            found[op] = _unless_half(found[op])
-    return found
+def table() -> dict[Any, Callable[..., Any]]:
+    """The decomposition table that capture traces with."""
+    return {**get_decompositions(_TORCH), **_OURS}

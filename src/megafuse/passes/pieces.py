@@ -20,6 +20,7 @@ from megafuse.index import at_least_zero, quotient
 from megafuse.ir import Arg, Dim, Graph, Node, Rewriter, TensorType, as_dim, product
 from megafuse.ops import is_pointwise, is_reduction, is_view
 from megafuse.passes.dce import dce
+from megafuse.passes.operands import layout_of
 
 MOST_PARTS = 4
 """Each operator is emitted once a part; more parts than these cost more code than the store."""
@@ -39,6 +40,7 @@ class Pieces(Rewriter):
             n for n in graph.nodes
             if n.op == "cat" and len(n.inputs) <= MOST_PARTS and n not in outputs | in_rows
             and users[n] and all(_takes_parts(u, n) for u in users[n])
+            and _views_gain([u for u in users[n] if u.op in ("permute", "reshape")], users)
         }  # fmt: skip
         self.changed = False
 
@@ -137,6 +139,25 @@ def _needed_in_rows(graph: Graph, users: dict[Node, list[Node]]) -> set[Node]:
             elif user in found and (is_pointwise(user) or is_view(user)):
                 found.add(node)
     return found
+
+
+def _views_gain(views: list[Node], users: dict[Node, list[Node]]) -> bool:
+    """Whether a concatenation is better stored as its one view has it: more arithmetic follows, or
+    a reader that cannot take the view by strides. Two views would mean two stores."""
+    if not views:
+        return True
+
+    def gains(view: Node) -> bool:
+        for user in users[view]:
+            if is_pointwise(user) or (is_view(user) and gains(user)):
+                return True
+            if user.op in ("matmul", "extern"):
+                layout = layout_of(view)
+                if layout is None or not layout.strided:
+                    return True
+        return False
+
+    return len(views) == 1 and gains(views[0])
 
 
 def _takes_parts(user: Node, cat: Node) -> bool:

@@ -1,11 +1,12 @@
-"""A 16-bit product and its bias in one PyTorch call.
+"""A 16-bit product and its bias in one PyTorch call, where it was one.
 
-Before → after, for products whose own kernel cannot add:
+Before → after, for products whose own kernel does not add the bias:
     add(reshape(matmul(a, b)), bias)     → reshape(addmm(bias, a, b))
     add(matmul(a, b), row)               → baddbmm(row, a, b)
 
-PyTorch adds the bias before it rounds. Apart, the product rounds first: then a sum near zero may
-have the wrong sign, and a ReLU behind it another gradient than eager's.
+PyTorch's addmm adds before it rounds. Apart, the product rounds first: then a sum near zero may
+have the wrong sign, and a ReLU behind it another gradient than eager's. Sums that eager makes by
+an operator of its own stay apart, where the walk that follows makes them for nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class WholeProducts(Rewriter):
         return made
 
     def _whole(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
-        if node.op != "add" or node.dtype not in HALVES or len(node.inputs) != 2:
+        if not node.attrs.get("bias") or node.dtype not in HALVES or len(node.inputs) != 2:
             return None
         a, b = args
         assert isinstance(a, Node) and isinstance(b, Node)
