@@ -2,8 +2,8 @@
 
 Traced on meta tensors it would open into products and a softmax over [length, length], which no GPU
 should store. So it becomes one operator of our own, and one for its backward, over [batch, length,
-heads, head] tensors: the order in which PyTorch's kernels keep results and in which models pack q, k
-and v, so that nothing is copied on either side.
+heads, head] tensors: the order in which PyTorch's kernels keep results and in which models pack
+q, k and v, so that nothing is copied on either side.
 """
 
 from __future__ import annotations
@@ -173,6 +173,6 @@ def _kind(
         return None
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
         like = [torch.empty((1, *t.shape[1:]), dtype=t.dtype, device=device) for t in (q, k, v)]
-        choice = int(torch._fused_sdp_choice(*like, None, 0.0, causal, scale=scale))
+        choice = int(aten._fused_sdp_choice(*like, None, 0.0, causal, scale=scale))
     kind = KINDS.get(choice)
     return "cpu" if device.type == "cpu" and kind == "flash" else kind

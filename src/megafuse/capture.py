@@ -294,9 +294,7 @@ def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callab
     return rebuild
 
 
-def _operators(
-    traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]
-) -> list[tuple[str, Dim]]:
+def _operators(traced: torch.fx.GraphModule, dim: Callable[[Any], Dim]) -> list[tuple[str, Dim]]:
     """Name, and bytes read and written, of every operator that is no view."""
 
     def nbytes(value: Any) -> Dim:

@@ -44,7 +44,8 @@ _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguou
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
 _FULLS = {"full": None, "zeros": 0, "ones": 1, "full_like": None, "zeros_like": 0, "ones_like": 1,
           "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None,
-          "empty": 0, "empty_like": 0, "new_empty": 0}  # fmt: skip
+          "empty": 0, "empty_like": 0, "new_empty": 0, "empty_strided": 0,
+          "new_empty_strided": 0}  # fmt: skip
 
 
 class Importer:
@@ -319,9 +320,13 @@ class Importer:
                           index: Any) -> Any:  # fmt: skip
         dim %= len(x.shape)
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
-        return self.op_slice_scatter(
-            fx_node, origin, x, self.reshape(y, shape, origin), dim, index
-        )
+        return self.op_slice_scatter(fx_node, origin, x, self.reshape(y, shape, origin), dim, index)
+
+    def op_copy(self, fx_node: Any, origin: Origin, x: Node, y: Node, *_: Any) -> Any:
+        """The functional form of writing y over x."""
+        if y.dtype != x.dtype:
+            y = self.emit("cast", (y,), TensorType(y.shape, x.dtype), origin)
+        return self.op_expand(fx_node, origin, y)
 
     def op_fill(self, fx_node: Any, origin: Origin, x: Node, value: Any) -> Any:
         if isinstance(value, Node):

@@ -59,6 +59,11 @@ def clamp(x: Tensor, low: float | None = None, high: float | None = None) -> Ten
     return x
 
 
+def sign(x: Tensor) -> Tensor:
+    one = constant(1.0, x)
+    return torch.where(x > 0, one, torch.where(x < 0, -one, constant(0.0, x)))
+
+
 def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     fill = value if isinstance(value, Tensor) else constant(value, x)
     return torch.where(mask, fill, x)
@@ -76,6 +81,7 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.clamp.default: clamp,
     aten.clamp_min.default: lambda x, low: clamp(x, low),
     aten.clamp_max.default: lambda x, high: clamp(x, None, high),
+    aten.sign.default: sign,
     aten.mean.default: mean,
     aten.mean.dim: mean,
     aten.masked_fill.Scalar: masked_fill,

@@ -112,7 +112,7 @@ def boundaries(plan: GraphPlan) -> dict[str, list[WhyNotFused]]:
 def _reason(
     a: Region, b: Region, node: Node, refused: Mapping[tuple[str, str], str]
 ) -> str:
-    row = node.shape[-1]
+    row = node.shape[-1] if node.shape else 1
     if isinstance(b, MatmulRegion):
         if isinstance(a, MatmulRegion):
             return "a product reads its operand many times, so it is complete in memory first"

@@ -11,6 +11,7 @@ forward writes, backward may keep.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from megafuse.index import (
@@ -43,7 +44,7 @@ class Layout:
         """Whether each dimension has one stride."""
         return all(
             as_dim(outer[1] - inner[0] * inner[1]) == 0
-            for loops in self.dims for outer, inner in zip(loops, loops[1:], strict=False)
+            for loops in self.dims for outer, inner in itertools.pairwise(loops)
         )  # fmt: skip
 
     def dense(self, dim: int) -> bool:

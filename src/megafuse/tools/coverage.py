@@ -203,10 +203,9 @@ size, bfloat16, forward and backward in one step, planned for an NVIDIA H200.
 - **MB**: bytes moved by the plan's own count, each tensor that an operator or a region reads or
   writes once (10^6 bytes); eager → fused.
 - **in fused regions**: of the bytes eager moves outside matrix products, convolutions, attention
-  kernels and table look-ups, the share that no single-operator region and no PyTorch call moves any
-  more.
-- **ms**: median of interleaved samples, L2 flushed, as `megafuse bench` takes them; **x**: eager's or
-  torch.compile's time over megafuse's, above 1 is faster.
+  kernels and table look-ups, the share that regions of one operator and PyTorch calls do not move.
+- **ms**: median of interleaved samples, L2 flushed, as `megafuse bench` takes them; **x**: the time
+  of eager, of torch.compile, over megafuse's: above 1 is faster.
 """
 
 

@@ -77,6 +77,9 @@ class LoRALinear(Entry, name="lora_linear"):
 class Rotary(Entry, name="rotary"):
     """Rotary position embedding of queries and keys, half-split form."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, length: int, head: int) -> None:
         super().__init__()
         frequency = 10000.0 ** (-torch.arange(0, head, 2).float() / head)

@@ -1,4 +1,4 @@
-"""Ranking and recommendation: cross networks, towers, token mixers as different hands write them."""
+"""Ranking and recommendation: cross networks, towers, and token mixers by different hands."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class TallColumns(Entry, name="tall_columns"):
 
     def __init__(self, features: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(features)), nn.Parameter(torch.zeros(features))
+        self.weight, self.bias = (
+            nn.Parameter(torch.ones(features)),
+            nn.Parameter(torch.zeros(features)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         centred = x - x.mean(dim=0)
