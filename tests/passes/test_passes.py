@@ -163,8 +163,8 @@ def test_pipeline_checks_and_shows_every_stage() -> None:
     before = g.graph(_sum_of_cat(g, g.input(B, 4, 6)))
     after = passes.run(before, lambda graph: seen.append(graph.made_by))
     assert seen == [
-        "capture", "dce", "simplify", "pieces", "simplify", "cse", "dce", "whole", "simplify",
-        "operands", "dce",
+        "capture", "dce", "simplify", "cse", "batch", "dce", "simplify", "pieces", "simplify",
+        "cse", "dce", "whole", "simplify", "operands", "dce",
     ]  # fmt: skip
     same_values(before, after)
 

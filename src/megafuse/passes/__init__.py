@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megafuse.invariants import check_graph
 from megafuse.ir import Graph
+from megafuse.passes.batch import batch
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
@@ -15,7 +16,9 @@ from megafuse.passes.simplify import simplify
 from megafuse.passes.whole import whole_products
 
 Pass = Callable[[Graph], Graph]
-PIPELINE: tuple[Pass, ...] = (dce, simplify, pieces, simplify, cse, dce)
+PIPELINE: tuple[Pass, ...] = (
+    dce, simplify, cse, batch, dce, simplify, pieces, simplify, cse, dce,
+)  # fmt: skip
 EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
 LAST: tuple[Pass, ...] = (whole_products, simplify, copied_operands, dce)
 
