@@ -52,6 +52,14 @@ def _elements(operand: Operand, sizes: Mapping[str, int]) -> tuple[int, int]:
 
 
 def written_bytes(region: Region, sizes: Mapping[str, int]) -> int:
+    """Bytes that `region` writes: of a concatenation only its own parts."""
+    if isinstance(region, RowRegion):
+        stored = [r for r in region.roots if r.kind != "row"]
+        axes = [set().union(*(c.axes for c in r.where)) if r.where else set() for r in stored]
+        return sum(
+            evaluate(product(a.extent for a in own), sizes) * r.target.dtype.itemsize
+            for r, own in zip(stored, axes, strict=True)
+        )
     return sum(evaluate(n.type.nbytes, sizes) for n in region.writes() if n.op != "extern"
                or not n.attrs["multiple"])  # fmt: skip
 

@@ -220,13 +220,13 @@ def _sets(graph: Graph) -> dict[Node, list[Node]]:
     by_form: dict[int, list[Node]] = {}
     for node in graph.nodes:
         attrs = dict(node.attrs)
-        for key in ("start", "stop", "index", "role"):
-            attrs.pop(key, None)
+        for name in ("start", "stop", "index", "role"):
+            attrs.pop(name, None)
         args = tuple(form_of[a] if isinstance(a, Node) else repr(a) for a in node.args)
-        key = (node.op, node.type, args, repr(sorted(attrs.items())))
+        form: object = (node.op, node.type, args, repr(sorted(attrs.items())))
         if node.op in ("extern", "item"):
-            key = node  # type: ignore[assignment]
-        form_of[node] = forms.setdefault(key, len(forms))
+            form = node
+        form_of[node] = forms.setdefault(form, len(forms))
         single = node.op == "matmul" and node.shape[0] == 1 and len(node.inputs) == 2
         if single or (node.op == "sum" and len(node.shape) - 1 not in node.attrs["dims"]):
             by_form.setdefault(form_of[node], []).append(node)

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megafuse.ir import Arg, Graph, Node, Rewriter
+from megafuse.ir import Arg, Graph, Node, Rewriter, walk
+from megafuse.ops import is_pointwise, is_view
 from megafuse.passes.additions import HALVES, Addition, additions, pulled, restored
+from megafuse.passes.operands import layout_of
 
 MOST_ROWS, MOST_TENSORS = 2, 1
 PIECE = 8  # elements of 16 bits that the copy engine moves whole
@@ -28,8 +30,8 @@ class FuseEpilogues(Rewriter):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
-        users = graph.users()
-        outputs = [o for o in graph.outputs if o is not None]
+        self.users = users = graph.users()
+        self.outputs = outputs = {o for o in graph.outputs if o is not None}
         self.single = {n for n in graph.nodes if len(users[n]) == 1 and n not in outputs}
         self.changed = False
         self._new_single: set[Node] = set()
@@ -59,6 +61,8 @@ class FuseEpilogues(Rewriter):
             if extra is None:
                 continue
             kind, operand = extra
+            if kind == "tensor" and not (self._in_memory(node, addition) and _readable(operand)):
+                continue
             core = addition.product
             steps = (*core.attrs.get("epilogue", ()), kind)
             if steps.count("row") > MOST_ROWS or steps.count("tensor") > MOST_TENSORS:
@@ -71,6 +75,27 @@ class FuseEpilogues(Rewriter):
             self._new_single |= set(_views(whole, result))
             return whole
         return None
+
+    def _in_memory(self, node: Node, addition: Addition) -> bool:
+        """Whether a tensor operand is stored anyway, or long computed when the product is made of
+        it. What is only computed for this addition is better added in the walk that computes it."""
+        base = next(i for i in node.inputs if self.map[i] is addition.other)
+        product = next(i for i in node.inputs if i is not base)
+        while is_view(base):
+            base = base.inputs[0]
+        return not is_pointwise(base) or self._stored(base) or base in walk([product])
+
+    def _stored(self, node: Node) -> bool:
+        return node in self.outputs or any(
+            user.op in ("matmul", "extern") or (is_view(user) and self._stored(user))
+            for user in self.users[node]
+        )
+
+
+def _readable(operand: Node) -> bool:
+    """Whether a tensor operand is read by strides, its rows whole, and not copied first."""
+    layout = layout_of(operand)
+    return layout is not None and layout.strided and layout.dense(len(layout.dims) - 1)
 
 
 def _views(node: Node, base: Node) -> list[Node]:

@@ -149,7 +149,7 @@ def _views_gain(views: list[Node], users: dict[Node, list[Node]]) -> bool:
 
     def gains(view: Node) -> bool:
         for user in users[view]:
-            if is_pointwise(user) or (is_view(user) and gains(user)):
+            if is_pointwise(user) or is_reduction(user) or (is_view(user) and gains(user)):
                 return True
             if user.op in ("matmul", "extern"):
                 layout = layout_of(view)
