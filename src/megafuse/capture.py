@@ -40,6 +40,14 @@ from megafuse.ir import Dim, Graph, as_dim, product
 
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_EXAMPLES = str(Path(__file__).parent / "zoo")
+
+
+def _inner(filename: str) -> bool:
+    """Whether a frame belongs to megafuse or PyTorch rather than to the code that is fused."""
+    inside = filename.startswith((_OWN, _TORCH, "<"))
+    return inside and not filename.startswith(_EXAMPLES)
+
 
 
 @dataclass
@@ -100,7 +108,7 @@ class _Provenance(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
+        while frame is not None and _inner(frame.f_code.co_filename):
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
             cast = f"|{CAST}" if getattr(func, "__name__", "") in _CASTS else ""
@@ -363,7 +371,7 @@ def _explain(error: Exception) -> str:
     tb = error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, "<")):
+        if not _inner(name):
             frames.append(f"{name}:{tb.tb_lineno}")
         tb = tb.tb_next
     where = f" at {frames[-1]}" if frames else ""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from megafuse.tools.check_report import CheckReport
 
 SUBGRAPHS = """
-SUBGRAPH is rankmixer (the default), dense_ffn, path/to/file.py:factory (a function that returns a
-module and its example inputs) or an exported program.pt2.
+SUBGRAPH is rankmixer (the default), dense_ffn, zoo:NAME (`megafuse coverage` lists them),
+path/to/file.py:factory (a function that returns a module and its example inputs) or an exported
+program.pt2.
 """
 _JSON = click.Path(dir_okay=False, path_type=Path)
 _SEEDS = click.option(

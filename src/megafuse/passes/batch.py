@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megafuse.ir import Arg, Graph, Node, Ref, Rewriter, TensorType, as_dim
+from megafuse.ir import Arg, Graph, Node, Origin, Ref, Rewriter, TensorType, as_dim
 from megafuse.ops import is_pointwise
 
 FEWEST = 3
@@ -33,6 +33,7 @@ class Batch(Rewriter):
         super().__init__()
         self.lifted: dict[tuple[Node, ...], tuple[Node, bool]] = {}
         self.sliced = False
+        self.place = Origin()
         self.sets = _sets(graph)
 
     def run(self, graph: Graph) -> Graph:
@@ -63,6 +64,7 @@ class Batch(Rewriter):
         operands = {m: tuple(self.map[i] for i in m.inputs) for m in members}
         members = sorted(members, key=lambda m: _starts(operands[m]))
         first, count = members[0], len(members)
+        self.place = first.origin
         columns = list(zip(*(operands[m] for m in members), strict=True))
         if any(len(set(c)) < count for c in columns):
             raise _Different
@@ -82,6 +84,7 @@ class Batch(Rewriter):
             self.map[member] = self._reshaped(part, member.shape)
 
     def _cat(self, node: Node, parts: list[Node]) -> Node:
+        self.place = node.origin
         dim, count = node.attrs["dim"], len(parts)
         if len({p.type for p in parts}) > 1 or len(set(parts)) < count:
             raise _Different
@@ -125,7 +128,8 @@ class Batch(Rewriter):
             refs = [Ref(i) for i in range(count)]
             attrs = {"target": "aten.stack.default", "call_args": [refs, 0], "call_kwargs": {},
                      "multiple": False}  # fmt: skip
-            return self._append(Node("stack", "extern", nodes, type, attrs, first.origin))
+            origin = replace(self.place, op="aten.stack")
+            return self._append(Node("stack", "extern", nodes, type, attrs, origin))
         if first.op == "slice" and len({n.attrs["start"] for n in nodes}) > 1:
             return self._consecutive(nodes)
         if any(n.attrs != first.attrs for n in nodes):
