@@ -46,7 +46,7 @@ def _attention(
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
-        seed = offset = lse.new_empty((0,))
+        seed, offset = lse.new_empty((0,)), lse.new_empty((0,))
     elif kind == "efficient":
         out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(
             q, k, v, None, True, 0.0, causal, scale=scale
@@ -59,7 +59,7 @@ def _attention(
         out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
-    return out.transpose(1, 2).contiguous(), lse, seed, offset.clone()
+    return out.transpose(1, 2).contiguous(), lse, seed, offset
 
 
 def _attention_backward(

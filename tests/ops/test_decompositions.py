@@ -101,6 +101,13 @@ def test_losses_by_label(reduction: str, weight: Tensor | None) -> None:
     assert_close_to_float64(Weighted(), [x, LABELS])
 
 
+def test_rows_of_twenty_thousand_classes() -> None:
+    """Too long for registers: the row is read again in each phase, nothing spills."""
+    x, labels = normal(3, 20_001), torch.tensor([20_000, 0, 77])
+    module = Of(lambda x, labels: F.cross_entropy(x * 2, labels) + x.softmax(1)[:, 7].sum())
+    assert_close_to_float64(module, [x, labels])
+
+
 def test_an_ignored_or_infinite_row_stays_its_own() -> None:
     x = normal(5, 11).detach()
     x[3] = math.nan  # ignored
