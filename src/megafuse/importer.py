@@ -280,6 +280,8 @@ class Importer:
                             dim: int = 0) -> Any:  # fmt: skip
         return self._split(fx_node, origin, x, dim)
 
+    op_unsafe_split, op_unsafe_split_with_sizes = op_split, op_split_with_sizes
+
     def op_chunk(self, fx_node: Any, origin: Origin, x: Node, chunks: int, dim: int = 0) -> Any:
         return self._split(fx_node, origin, x, dim)
 
@@ -302,12 +304,12 @@ class Importer:
 
     def op_slice_scatter(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int = 0,
                          start: Any = 0, end: Any = None, step: int = 1) -> Any:  # fmt: skip
-        if step != 1:
-            return NotImplemented
         dim %= len(x.shape)
         start = 0 if start is None else start
         if isinstance(start, int) and start < 0:
             start = as_dim(start + x.shape[dim])
+        if step != 1:
+            return self._interleave(fx_node, origin, x, y, dim, start, step)
         stop = as_dim(start + y.shape[dim])
         parts = [y]
         if start != 0:
@@ -316,16 +318,48 @@ class Importer:
             parts.append(self.slice(x, dim, stop, x.shape[dim], origin))
         return self.op_cat(fx_node, origin, parts, dim)
 
+    def _interleave(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int, start: Any,
+                    step: int) -> Any:  # fmt: skip
+        """`x` with each `step`-th element from `start` on replaced: one column of [.., step]."""
+        extent = x.shape[dim]
+        whole = isinstance(extent, int) and isinstance(start, int) and start < step
+        if not whole or extent % step or y.shape[dim] != extent // step:
+            return NotImplemented
+        split = (*x.shape[:dim], extent // step, step, *x.shape[dim + 1 :])
+        wide = self.reshape(x, split, origin)
+        column = self.reshape(y, (*split[: dim + 1], 1, *split[dim + 2 :]), origin)
+        parts = [self.slice(wide, dim + 1, 0, start, origin)] if start else []
+        parts.append(column)
+        if start + 1 < step:
+            parts.append(self.slice(wide, dim + 1, start + 1, step, origin))
+        both = self.emit("cat", parts, TensorType(split, x.dtype), origin, dim=dim + 1)
+        return self.reshape(both, x.shape, origin)
+
     def op_select_scatter(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int,
                           index: Any) -> Any:  # fmt: skip
         dim %= len(x.shape)
         shape = (*x.shape[:dim], 1, *x.shape[dim + 1 :])
         return self.op_slice_scatter(fx_node, origin, x, self.reshape(y, shape, origin), dim, index)
 
+    def op_bitwise_and(self, fx_node: Any, origin: Origin, *args: Any) -> Any:
+        return self._on_booleans(fx_node, origin, "logical_and", args)
+
+    def op_bitwise_or(self, fx_node: Any, origin: Origin, *args: Any) -> Any:
+        return self._on_booleans(fx_node, origin, "logical_or", args)
+
+    def op_bitwise_not(self, fx_node: Any, origin: Origin, *args: Any) -> Any:
+        return self._on_booleans(fx_node, origin, "logical_not", args)
+
+    def _on_booleans(self, fx_node: Any, origin: Origin, op: str, args: Sequence[Any]) -> Any:
+        if self.type_of(fx_node).dtype != torch.bool:
+            return NotImplemented
+        return self._pointwise(fx_node, op, list(args), {}, origin)
+
     def op_copy(self, fx_node: Any, origin: Origin, x: Node, y: Node, *_: Any) -> Any:
         """The functional form of writing y over x."""
         if y.dtype != x.dtype:
-            y = self.emit("cast", (y,), TensorType(y.shape, x.dtype), origin)
+            type = TensorType(y.shape, x.dtype)
+            y = self.emit("cast", (y,), type, origin, written=True)
         return self.op_expand(fx_node, origin, y)
 
     def op_fill(self, fx_node: Any, origin: Origin, x: Node, value: Any) -> Any:

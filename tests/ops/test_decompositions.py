@@ -53,6 +53,16 @@ OPEN: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "rms_norm": (lambda x: F.rms_norm(x, (11,)), (5, 11)),
     "smooth_l1": (lambda x: F.smooth_l1_loss(x, x.flip(1) * 0 + 0.3), (5, 11)),
     "dropout in eval": (lambda x: F.dropout(torch.sin(x), 0.5, training=False), (5, 11)),
+    "instance norm": (lambda x: F.instance_norm(x), (3, 4, 5, 2)),
+    "pad and cut": (lambda x: F.pad(x, (1, -2, 0, 3), value=0.5).exp(), (4, 3, 5)),
+    "pixel shuffle": (lambda x: F.pixel_shuffle(x, 2) * 2, (2, 8, 3, 3)),
+    "bounds from a tensor": (lambda x: x.clamp(min=x.mean(1, keepdim=True)), (5, 11)),
+    "distance": (lambda x: F.pairwise_distance(x, x.detach() * 0.5), (5, 11)),
+    "boolean algebra": (lambda x: torch.where((x > 0) & ~(x > 1) | (x < -1), x, x * 2), (5, 11)),
+    "every other element": (
+        lambda x: torch.stack([x[..., ::2] - x[..., 1::2], x[..., 1::2] * 2], -1).flatten(-2),
+        (5, 12),
+    ),
     "unbind and stack": (lambda x: torch.stack([z.sin() for z in x.unbind(1)], -1), (5, 3, 4)),
     "split and cat": (lambda x: torch.cat(x.split([3, 8], 1)[::-1], 1) * x, (5, 11)),
 }

@@ -7,7 +7,7 @@ the end), everything else by PyTorch's decompositions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,15 @@ def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return (grad.to(dtype) * (s * (xf * (1.0 - s) + 1.0))).to(x.dtype)
 
 
-def clamp(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+Bound = Tensor | float | None
+
+
+def clamp(x: Tensor, low: Bound = None, high: Bound = None) -> Tensor:
     """Both bounds hand NaN on, as torch.maximum and torch.minimum do."""
     if low is not None:
-        x = torch.maximum(x, constant(low, x))
+        x = torch.maximum(x, low if isinstance(low, Tensor) else constant(low, x))
     if high is not None:
-        x = torch.minimum(x, constant(high, x))
+        x = torch.minimum(x, high if isinstance(high, Tensor) else constant(high, x))
     return x
 
 
@@ -69,16 +72,36 @@ def masked_fill(x: Tensor, mask: Tensor, value: Any) -> Tensor:
     return torch.where(mask, fill, x)
 
 
+def pad(x: Tensor, widths: Sequence[int], value: float = 0.0) -> Tensor:
+    """aten.constant_pad_nd: pairs of widths from the last dimension on; negative ones cut."""
+    for i in range(len(widths) // 2):
+        dim, (low, high) = x.dim() - 1 - i, widths[2 * i : 2 * i + 2]
+        if not all(isinstance(w, int) for w in (low, high)):
+            return NotImplemented
+        x = x.narrow(dim, max(-low, 0), x.shape[dim] - max(-low, 0) - max(-high, 0))
+        shape = list(x.shape)
+        parts = [x]
+        for width, place in ((low, 0), (high, 2)):
+            if width > 0:
+                shape[dim] = width
+                edge = torch.full(shape, value, dtype=x.dtype, device=x.device)
+                parts.insert(place, edge)
+        x = torch.cat(parts, dim)
+    return x
+
+
 _OURS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,
     aten.native_batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit.default: batch_norm,
     aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.silu.default: silu,
     aten.silu_backward.default: silu_backward,
     aten.clamp.default: clamp,
+    aten.clamp.Tensor: clamp,
     aten.clamp_min.default: lambda x, low: clamp(x, low),
     aten.clamp_max.default: lambda x, high: clamp(x, None, high),
     aten.sign.default: sign,
@@ -95,6 +118,12 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten._safe_softmax.default: safe_softmax,
     aten.nll_loss_forward.default: nll_loss,
     aten.nll_loss_backward.default: nll_loss_backward,
+    aten.norm.ScalarOpt_dim: lambda x, p, dims, keepdim=False: vector_norm(
+        x, 2 if p is None else p, dims, keepdim
+    ),
+    aten.clamp_min.Tensor: lambda x, low: clamp(x, low),
+    aten.clamp_max.Tensor: lambda x, high: clamp(x, None, high),
+    aten.constant_pad_nd.default: pad,
     aten.tril.default: tril,
     aten.triu.default: triu,
 }
@@ -115,6 +144,7 @@ _TORCH = [
     aten.binary_cross_entropy_with_logits, aten.xlogy, aten.softshrink, aten.hardshrink,
     aten._prelu_kernel, aten._prelu_kernel_backward, aten.celu, aten.logit, aten.logit_backward,
     aten.isinf, aten.nan_to_num, aten.addmv, aten.mv, aten.dot, aten.outer,
+    aten.pixel_shuffle, aten.pixel_unshuffle, aten.channel_shuffle,
 ]  # fmt: skip
 
 

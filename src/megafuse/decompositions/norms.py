@@ -128,17 +128,32 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """aten.native_batch_norm in eval: an affine map by channel. In training it stays whole."""
-    if training or running_mean is None or running_var is None:
+    """aten.native_batch_norm: in eval an affine map by channel; in training two-pass statistics over
+    all extents but the channels; the running ones are written (with the unbiased variance)."""
+    xf = x.to(compute_dtype(x.dtype))
+    if training:
+        others = [0, *range(2, x.dim())]
+        size = count(x, others)
+        mean = xf.sum(others, keepdim=True) / size
+        centred = xf - mean
+        variance = (centred * centred).sum(others, keepdim=True) / size
+        rstd = torch.rsqrt(variance + eps)
+        saved = mean.reshape(-1), rstd.reshape(-1)
+        for running, now in ((running_mean, mean), (running_var, variance * (size / (size - 1)))):
+            if running is not None:
+                running.copy_(momentum * now.reshape(-1) + (1 - momentum) * running)
+    elif running_mean is None or running_var is None:
         return NotImplemented
-    rstd = torch.rsqrt(_by_channel(running_var, x) + eps)
-    y = (x.to(rstd.dtype) - _by_channel(running_mean, x)) * rstd
+    else:
+        centred = xf - _by_channel(running_mean, x)
+        rstd = torch.rsqrt(_by_channel(running_var, x) + eps)
+        saved = x.new_empty((0,)), x.new_empty((0,))
+    y = centred * rstd
     if weight is not None:
         y = y * _by_channel(weight, x)
     if bias is not None:
         y = y + _by_channel(bias, x)
-    empty = x.new_empty((0,))  # no statistics are saved in eval
-    return y.to(x.dtype), empty, empty
+    return y.to(x.dtype), *saved
 
 
 def batch_norm_backward(
@@ -153,18 +168,29 @@ def batch_norm_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if train or running_mean is None or running_var is None:
+    if train:
+        if save_mean is None or save_rstd is None:
+            return NotImplemented
+        mean, rstd = _by_channel(save_mean, x), _by_channel(save_rstd, x)
+    elif running_mean is None or running_var is None:
         return NotImplemented
-    rstd = torch.rsqrt(_by_channel(running_var, x) + eps)
-    gradf = grad.to(rstd.dtype)
+    else:
+        mean = _by_channel(running_mean, x)
+        rstd = torch.rsqrt(_by_channel(running_var, x) + eps)
     others = [0, *range(2, x.dim())]
+    gradf, xhat = grad.to(rstd.dtype), (x.to(rstd.dtype) - mean) * rstd
+    along = (gradf * xhat).sum(others, keepdim=True)
+    plain = gradf.sum(others, keepdim=True)
     dx = dw = db = None
     if mask[0]:
         scale = rstd if weight is None else rstd * _by_channel(weight, x)
-        dx = (gradf * scale).to(x.dtype)
+        dx = gradf * scale
+        if train:
+            size = count(x, others)
+            dx = dx - (xhat * (along / size) + plain / size) * scale
+        dx = dx.to(x.dtype)
     if mask[1] and weight is not None:
-        xhat = (x.to(rstd.dtype) - _by_channel(running_mean, x)) * rstd
-        dw = (gradf * xhat).sum(others).to(weight.dtype)
+        dw = along.reshape(-1).to(weight.dtype)
     if mask[2]:
-        db = gradf.sum(others).to(x.dtype if weight is None else weight.dtype)
+        db = plain.reshape(-1).to(x.dtype if weight is None else weight.dtype)
     return dx, dw, db
