@@ -128,8 +128,8 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """aten.native_batch_norm: in eval an affine map by channel; in training two-pass statistics over
-    all extents but the channels; the running ones are written (with the unbiased variance)."""
+    """aten.native_batch_norm: in eval an affine map by channel; in training two-pass statistics of
+    all extents but the channels, and the running ones are written (with the unbiased variance)."""
     xf = x.to(compute_dtype(x.dtype))
     if training:
         others = [0, *range(2, x.dim())]
