@@ -198,17 +198,45 @@ def test_attention_inside_torchs_own_module() -> None:
     assert_close_to_float64(module, [x])
 
 
-def test_attention_with_a_mask_opens() -> None:
+MASKED = {"megafuse.masked_attention.default", "megafuse.masked_attention_backward.default"}
+
+
+def test_attention_with_a_mask_stays_whole() -> None:
     mask = torch.rand(2, 1, 9, 9, generator=torch.Generator().manual_seed(2)) > 0.4
     mask[0, 0, 3] = False  # a row that may look nowhere
 
     def masked(x: Tensor, mask: Tensor) -> Tensor:
-        return attend(x, x * 0.5, x, attn_mask=mask)
+        return attend(x * 2, x * 0.5, x.sin(), attn_mask=mask)
 
     x = normal(2, 4, 9, 8)
-    assert externs(plan_of(masked, x, mask)) == set()
-    got, want = megafuse.fuse(masked)(x, mask), masked(x, mask)
+    assert externs(plan_of(masked, x, mask)) == MASKED
+    fused = megafuse.fuse(masked)
+    got, want = fused(x, mask), masked(x, mask)
     torch.testing.assert_close(got, want, equal_nan=True)
+    mine, theirs = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
+    torch.testing.assert_close(mine, theirs, equal_nan=True)
+    additive = torch.where(mask, 0.0, -2.0)
+    assert_close_to_float64(Of(masked), [x, additive])
+
+
+def test_grouped_heads_and_odd_sizes_stay_whole() -> None:
+    def grouped(q: Tensor, k: Tensor) -> Tensor:
+        return attend(q.sin(), k.sin(), k, is_causal=True, enable_gqa=True)
+
+    q, k = normal(2, 4, 9, 8), normal(2, 2, 9, 8)
+    assert externs(plan_of(grouped, q, k)) <= MASKED
+    assert_close_to_float64(Of(grouped), [q, k])
+    odd = normal(2, 3, 9, 5)
+    assert_close_to_float64(Of(lambda x: attend(x.sin(), x, x)), [odd])
+
+
+def test_a_trained_mask_opens() -> None:
+    def biased(x: Tensor, bias: Tensor) -> Tensor:
+        return attend(x, x, x, attn_mask=bias)
+
+    x, bias = normal(2, 4, 9, 8), torch.zeros(9, 9, requires_grad=True)
+    assert externs(plan_of(biased, x, bias)) == set()
+    assert_close_to_float64(Of(biased), [x, bias])
 
 
 def test_calls_outside_are_not_touched_while_tracing() -> None:
