@@ -38,7 +38,8 @@ LIBRARY = {
     "aten.convolution", "aten.convolution_backward", "aten.embedding",
     "aten.embedding_dense_backward", "aten.gather", "aten.scatter", "aten.index_select",
     "aten.index_put", "aten.sort", "aten.topk", "aten.cumsum", "megafuse.attention",
-    "megafuse.attention_backward", "megafuse.masked_attention", "megafuse.masked_attention_backward",
+    "megafuse.attention_backward", "megafuse.masked_attention",
+    "megafuse.masked_attention_backward",
 }  # fmt: skip
 """Operators that are kernels of their own kind: fused around, never into."""
 

@@ -183,7 +183,7 @@ class BertEmbedding(Entry, name="bert_embedding"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, v, d = (3, 29, 50, 72) if size == "cpu" else (64, 512, 30_000, 768)
+        b, t, v, d = (3, 29, 50, 72) if size == "cpu" else (256, 512, 30_000, 768)
         words, segments = torch.randint(v, (b, t)), torch.randint(2, (b, t))
         return randomised(BertEmbedding(v, t, d)), (words, segments)
 
@@ -216,5 +216,5 @@ class SmoothedNLL(Entry, name="log_softmax_nll"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        n, v = (129, 177) if size == "cpu" else (16_384, 8192)
+        n, v = (129, 177) if size == "cpu" else (32_768, 8192)
         return SmoothedNLL(), (normal(n, v), torch.randint(v, (n,)))

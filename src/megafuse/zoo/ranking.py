@@ -52,7 +52,7 @@ class DLRMTop(Entry, name="dlrm_top"):
 
 
 class TallColumns(Entry, name="tall_columns"):
-    """Standardising 8 features over 100,000 rows: column means and variances, then a scale."""
+    """Standardising 8 features over very many rows: column means and variances, then a scale."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ModuleListMixer(Entry, name="mixer_module_list"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, d, h = (33, 4, 64, 88) if size == "cpu" else (2048, 16, 512, 1024)
+        b, t, d, h = (33, 4, 64, 88) if size == "cpu" else (4096, 16, 512, 1024)
         return randomised(ModuleListMixer(t, d, h)), (normal(b, t, d),)
 
 
@@ -139,7 +139,7 @@ class HeadsMixer(Entry, name="mixer_heads"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, t, n, d, h = (21, 8, 4, 64, 72) if size == "cpu" else (1024, 32, 16, 512, 1024)
+        b, t, n, d, h = (21, 8, 4, 64, 72) if size == "cpu" else (2048, 32, 16, 512, 1024)
         return randomised(HeadsMixer(t, n, d, h)), (normal(b, t, d),)
 
 
@@ -215,5 +215,5 @@ class InfoNCE(Entry, name="info_nce"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, d = (93, 72) if size == "cpu" else (8192, 256)
+        b, d = (93, 72) if size == "cpu" else (16_384, 256)
         return InfoNCE(), (normal(b, d), normal(b, d))

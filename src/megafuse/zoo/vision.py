@@ -65,7 +65,7 @@ class ConvNeXtBlock(Entry, name="convnext"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, d, n = (4, 48, 10) if size == "cpu" else (64, 192, 28)
+        b, d, n = (4, 48, 10) if size == "cpu" else (128, 192, 28)
         return randomised(ConvNeXtBlock(d)), (normal(b, d, n, n),)
 
 
@@ -129,7 +129,7 @@ class GroupNormBlock(Entry, name="group_norm"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, c, g, n = (5, 48, 8, 9) if size == "cpu" else (32, 320, 32, 64)
+        b, c, g, n = (5, 48, 8, 9) if size == "cpu" else (64, 320, 32, 64)
         return randomised(GroupNormBlock(c, g)), (normal(b, c, n, n),)
 
 
@@ -145,7 +145,7 @@ class BottleneckTail(Entry, name="batch_norm_eval"):
 
     @staticmethod
     def case(size: Size) -> Example:
-        b, c, n = (5, 40, 9) if size == "cpu" else (128, 256, 56)
+        b, c, n = (5, 40, 9) if size == "cpu" else (256, 256, 56)
         module = randomised(BottleneckTail(c)).eval()
         nn.init.uniform_(module.norm.running_var, 0.5, 2.0)  # type: ignore[union-attr,arg-type]
         return module, (normal(b, c, n, n), normal(b, c, n, n))
