@@ -107,7 +107,7 @@ class FiLM(Entry, name="film"):
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         gamma, beta = self.affine(condition).split(x.shape[1], dim=1)
         h = (1 + gamma[..., None, None]) * x + beta[..., None, None]
-        return x + F.leaky_relu(h, 0.2)
+        return x + F.silu(h)
 
     @staticmethod
     def case(size: Size) -> Example:
