@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
+from megafuse.attention import is_attention, kept_whole, whole_attention
 from megafuse.blame import raised_by_user, users_line
 from megafuse.eager import Operator, operators
 from megafuse.errors import CaptureError, UnsupportedError
@@ -42,6 +43,14 @@ from megafuse.ir import Graph
 
 _OWN = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_EXAMPLES = str(Path(__file__).parent / "zoo")
+
+
+def _inner(filename: str) -> bool:
+    """Whether a frame belongs to megafuse or PyTorch rather than to the code that is fused."""
+    inside = filename.startswith((_OWN, _TORCH, "<"))
+    return inside and not filename.startswith(_EXAMPLES)
+
 
 
 @dataclass
@@ -82,9 +91,10 @@ class DataDependentError(RuntimeError):
 class _Provenance(TorchFunctionMode):
     """Tags every traced node with the user's line and module path."""
 
-    def __init__(self, module: nn.Module | None) -> None:
+    def __init__(self, module: nn.Module | None, device: torch.device) -> None:
         super().__init__()
         self.unbound: list[Any] = []  # sizes that only tensor values tell, as ShapeEnv meets them
+        self.device = device
         self.paths: list[str] = [""]
         self.places: dict[int, str] = {}
         self.handles: list[Any] = []
@@ -103,7 +113,7 @@ class _Provenance(TorchFunctionMode):
         if func is torch.ops.aten._assert_tensor_metadata.default:
             return None  # exported programs assert a device, and meta is none of the user's
         frame, place = sys._getframe(1), None
-        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
+        while frame is not None and _inner(frame.f_code.co_filename):
             place = recorded_place(frame) if place is None else place
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
@@ -112,7 +122,11 @@ class _Provenance(TorchFunctionMode):
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             tag = f"{place}|{self.paths[-1]}{cast}"
             _set_tag(tag)
-        result = func(*args, **(kwargs or {}))
+        result = None
+        if is_attention(func):
+            result = whole_attention(self.device, *args, **(kwargs or {}))
+        if result is None:
+            result = func(*args, **(kwargs or {}))
         if self.unbound:
             name = getattr(func, "__name__", str(func))
             raise DataDependentError(f"{name} makes a number or a size out of tensor values")
@@ -216,10 +230,10 @@ def capture(
         return outputs, spread
 
     def _forward(primals: list[torch.Tensor]) -> list[Any]:
-        structure["provenance"] = provenance = _Provenance(module)
+        structure["provenance"] = provenance = _Provenance(module, tensors[0].device)
         provenance.unbound = getattr(env, "pending_fresh_unbacked_symbols", [])
         try:
-            with provenance:
+            with provenance, kept_whole(tensors[0].device):
                 result = function(primals)
         finally:
             provenance.close()

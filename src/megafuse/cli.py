@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from megafuse.tools.check_report import CheckReport
 
 SUBGRAPHS = """
-SUBGRAPH is rankmixer (the default), dense_ffn, path/to/file.py:factory (a function that returns a
-module and its example inputs) or an exported program.pt2.
+SUBGRAPH is rankmixer (the default), dense_ffn, zoo:NAME (`megafuse coverage` lists them),
+path/to/file.py:factory (a function that returns a module and its example inputs) or an exported
+program.pt2.
 """
 _JSON = click.Path(dir_okay=False, path_type=Path)
 _SEEDS = click.option(
@@ -269,6 +270,38 @@ def workload(common: Common, warmup: int, num_tests: int, no_check: bool) -> Non
         )  # fmt: skip
         click.echo(header)
         click.echo(line)
+
+
+@main.command()
+@click.option("--only", help="Comma-separated entries; the table then holds no others.")
+@click.option("--out", type=_JSON, help="Write the table to this file, docs/coverage.md say.")
+@click.option(
+    "--speeds",
+    type=_JSON,
+    help="File of raw samples: read when it is there, and with a GPU measured into.",
+)
+@_samples(samples=21, warmup=5)
+@traceback_option
+def coverage(
+    only: str | None, out: Path | None, speeds: Path | None, samples: int, warmup: int
+) -> None:
+    """Regions, operators and bytes of every subgraph of the zoo, and on a GPU their speed.
+
+    Exit status 1 when less than nine tenths of the bytes that could be fused are.
+    """
+    from megafuse.tools.coverage import run
+    from megafuse.tools.tables import console, progress
+
+    names = only.split(",") if only else None
+    with progress(console(stderr=True)) as update:
+        text, enough = run(names, speeds, samples, warmup, update)
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+    if not enough:
+        raise SystemExit(1)
 
 
 @main.command()

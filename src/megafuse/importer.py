@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import sympy
 import torch
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from megafuse.building import BACKWARD as BACKWARD
+from megafuse.building import Builder
 from megafuse.errors import CaptureError
 from megafuse.ir import (
     FUSABLE,
-    Arg,
-    Dim,
     Graph,
     Node,
     Origin,
     Ref,
     TensorType,
-    as_dim,
-    symbol,
 )
 from megafuse.ops import pointwise
 
@@ -37,23 +33,16 @@ FOREIGN_TENSOR = (
 CAST = "@cast"
 """Ends the tag of casts the user wrote: they round in registers too."""
 
-BACKWARD = "@backward"
-"""Marks the tag of nodes traced during `torch.autograd.grad`; see `capture._Provenance`."""
-
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
 _FULLS = {"full": None, "zeros": 0, "ones": 1, "full_like": None, "zeros_like": 0, "ones_like": 1,
-          "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None}  # fmt: skip
+          "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None,
+          "empty": 0, "empty_like": 0, "new_empty": 0, "empty_strided": 0,
+          "new_empty_strided": 0}  # fmt: skip
 
 
-class Importer:
-    """Translates one traced graph; `names` maps the ShapeEnv's symbols to ours."""
-
-    def __init__(self, env: ShapeEnv, names: dict[sympy.Symbol, sympy.Symbol]) -> None:
-        self.env, self.names = env, names
-        self.nodes: list[Node] = []
-        self.values: dict[torch.fx.Node, Any] = {}
-        self._count: dict[str, int] = {}
+class Importer(Builder):
+    """Translates one traced graph."""
 
     def run(self, traced: torch.fx.GraphModule, primals: int) -> Importer:
         inputs: list[Node] = []
@@ -75,73 +64,6 @@ class Importer:
                 outputs = [None if v is None else self.values[v] for v in fx_node.args[0]]
         self.graph = Graph(inputs, self.nodes, outputs)
         return self
-
-    # -- types, names and origins
-
-    def dim(self, value: Any) -> Dim:
-        if isinstance(value, torch.SymInt):
-            expr = self.env.simplify(value.node.expr)
-            for s in sorted(expr.free_symbols, key=str):
-                self.names.setdefault(s, symbol(f"s{len(self.names)}"))
-            return as_dim(expr.xreplace(self.names))
-        return as_dim(value)
-
-    def number(self, value: Any) -> Any:
-        """A float, or an expression in the run-time sizes (mean over the batch divides by one)."""
-        if not isinstance(value, torch.SymFloat):
-            return value
-        expr = self.env.simplify(value.node.expr)
-        for name in ("ToFloat", "TruncToInt"):
-            expr = expr.replace(lambda e, n=name: type(e).__name__ == n, lambda e: e.args[0])
-        expr = expr.replace(lambda e: type(e).__name__ in ("IntTrueDiv", "FloatTrueDiv"),
-                            lambda e: e.args[0] / e.args[1])  # fmt: skip
-        for s in sorted(expr.free_symbols, key=str):
-            self.names.setdefault(s, symbol(f"s{len(self.names)}"))
-        return expr.xreplace(self.names)
-
-    def type_of(self, fx_node: torch.fx.Node, value: Any = None) -> TensorType:
-        value = fx_node.meta["val"] if value is None else value
-        return TensorType(tuple(self.dim(s) for s in value.shape), value.dtype)
-
-    def origin(self, fx_node: torch.fx.Node) -> Origin:
-        op = str(fx_node.target).rsplit(".", 1)[0].removeprefix("torch.ops.")
-        tag = fx_node.meta.get("stack_trace") or "|"
-        direction: Literal["forward", "backward"]
-        direction = "backward" if tag.startswith(BACKWARD) else "forward"
-        fields = tag.removeprefix(f"{BACKWARD}|").split("|")
-        location, module = fields[0], fields[1] if len(fields) > 1 else ""
-        return Origin(op, location or None, module or None, direction)
-
-    def emit(
-        self, op: str, args: Sequence[Arg], type: TensorType, origin: Origin, **attrs: Any
-    ) -> Node:
-        stem = {"matmul": "mm", "reshape": "view", "input": "x"}.get(op, op)
-        self._count[stem] = self._count.get(stem, -1) + 1
-        node = Node(f"{stem}{self._count[stem]}", op, tuple(args), type, attrs, origin)
-        self.nodes.append(node)
-        return node
-
-    # -- building blocks shared by the translations
-
-    def reshape(self, x: Node, shape: Sequence[Dim], origin: Origin) -> Node:
-        shape = tuple(shape)
-        if shape == x.shape:
-            return x
-        return self.emit("reshape", (x,), TensorType(shape, x.dtype), origin)
-
-    def permute(self, x: Node, order: Sequence[int], origin: Origin) -> Node:
-        shape = tuple(x.shape[i] for i in order)
-        return self.emit("permute", (x,), TensorType(shape, x.dtype), origin, order=tuple(order))
-
-    def slice(
-        self, x: Node, dim: int, start: Dim, stop: Dim, origin: Origin, step: int = 1
-    ) -> Node:
-        if start == 0 and stop == x.shape[dim] and step == 1:
-            return x
-        shape = list(x.shape)
-        shape[dim] = as_dim(stop - start) if step == 1 else (stop - start + step - 1) // step
-        return self.emit("slice", (x,), TensorType(tuple(shape), x.dtype), origin,
-                         dim=dim, start=start, stop=stop, step=step)  # fmt: skip
 
     def _arg(self, value: Any) -> Any:
         if isinstance(value, torch.fx.Node):
@@ -226,93 +148,31 @@ class Importer:
         attrs = {"written": True} if written else {}
         return self.emit("cast", (x,), TensorType(x.shape, dtype), origin, **attrs)
 
-    def op_permute(self, fx_node: Any, origin: Origin, x: Node, order: Sequence[int]) -> Node:
-        return self.permute(x, [i % len(x.shape) for i in order], origin)
+    def op_bitwise_and(self, fx_node: Any, origin: Origin, *args: Any) -> Any:
+        return self._on_booleans(fx_node, origin, "logical_and", args)
 
-    def op_transpose(self, fx_node: Any, origin: Origin, x: Node, a: int, b: int) -> Node:
-        order = list(range(len(x.shape)))
-        order[a], order[b] = order[b], order[a]
-        return self.permute(x, order, origin)
+    def op_bitwise_or(self, fx_node: Any, origin: Origin, *args: Any) -> Any:
+        return self._on_booleans(fx_node, origin, "logical_or", args)
 
-    def op_t(self, fx_node: Any, origin: Origin, x: Node) -> Node:
-        return x if len(x.shape) < 2 else self.permute(x, [1, 0], origin)
+    def op_bitwise_not(self, fx_node: Any, origin: Origin, *args: Any) -> Any:
+        return self._on_booleans(fx_node, origin, "logical_not", args)
 
-    def op_expand(self, fx_node: Any, origin: Origin, x: Node, *_: Any, **__: Any) -> Node:
-        type = self.type_of(fx_node)
-        x = self.reshape(x, (1,) * (len(type.shape) - len(x.shape)) + x.shape, origin)
-        return x if x.shape == type.shape else self.emit("expand", (x,), type, origin)
-
-    def op_slice(self, fx_node: Any, origin: Origin, x: Node, dim: int = 0, start: Any = 0,
-                 end: Any = None, step: int = 1) -> Any:  # fmt: skip
-        dim %= len(x.shape)
-        extent, size = x.shape[dim], self.type_of(fx_node).shape[dim]
-        if size == extent:
-            return x
-        start = 0 if start is None else start
-        if isinstance(start, int) and start < 0:
-            start = as_dim(start + extent)
-        if not isinstance(size, int) and step != 1:
+    def _on_booleans(self, fx_node: Any, origin: Origin, op: str, args: Sequence[Any]) -> Any:
+        if self.type_of(fx_node).dtype != torch.bool:
             return NotImplemented
-        return self.slice(x, dim, start, as_dim(start + size * step) if step == 1 else
-                          start + (size - 1) * step + 1, origin, step)  # fmt: skip
+        return self._pointwise(fx_node, op, list(args), {}, origin)
 
-    def op_select(self, fx_node: Any, origin: Origin, x: Node, dim: int, index: Any) -> Node:
-        dim %= len(x.shape)
-        index = as_dim(index + x.shape[dim]) if isinstance(index, int) and index < 0 else index
-        part = self.slice(x, dim, index, as_dim(index + 1), origin)
-        return self.reshape(part, x.shape[:dim] + x.shape[dim + 1 :], origin)
+    def op_copy(self, fx_node: Any, origin: Origin, x: Node, y: Node, *_: Any) -> Any:
+        """The functional form of writing y over x."""
+        if y.dtype != x.dtype:
+            type = TensorType(y.shape, x.dtype)
+            y = self.emit("cast", (y,), type, origin, written=True)
+        return self.op_expand(fx_node, origin, y)
 
-    def _split(self, fx_node: Any, origin: Origin, x: Node, dim: int) -> list[Node]:
-        dim %= len(x.shape)
-        parts, start = [], 0
-        for piece in fx_node.meta["val"]:
-            size = self.dim(piece.shape[dim])
-            parts.append(self.slice(x, dim, start, as_dim(start + size), origin))
-            start = as_dim(start + size)
-        return parts
-
-    def op_split(self, fx_node: Any, origin: Origin, x: Node, size: Any, dim: int = 0) -> Any:
-        return self._split(fx_node, origin, x, dim)
-
-    def op_split_with_sizes(self, fx_node: Any, origin: Origin, x: Node, sizes: Any,
-                            dim: int = 0) -> Any:  # fmt: skip
-        return self._split(fx_node, origin, x, dim)
-
-    def op_chunk(self, fx_node: Any, origin: Origin, x: Node, chunks: int, dim: int = 0) -> Any:
-        return self._split(fx_node, origin, x, dim)
-
-    def op_unbind(self, fx_node: Any, origin: Origin, x: Node, dim: int = 0) -> Any:
-        return [self.op_select(fx_node, origin, x, dim, i) for i in range(len(fx_node.meta["val"]))]
-
-    def op_cat(self, fx_node: Any, origin: Origin, parts: list[Node], dim: int = 0) -> Any:
-        type = self.type_of(fx_node)
-        if any(p.dtype != type.dtype or len(p.shape) != len(type.shape) for p in parts):
-            return NotImplemented
-        if len(parts) == 1:
-            return parts[0]
-        return self.emit("cat", parts, type, origin, dim=dim % len(type.shape))
-
-    def op_stack(self, fx_node: Any, origin: Origin, parts: list[Node], dim: int = 0) -> Any:
-        type = self.type_of(fx_node)
-        dim %= len(type.shape)
-        shape = (*type.shape[:dim], 1, *type.shape[dim + 1 :])
-        return self.op_cat(fx_node, origin, [self.reshape(p, shape, origin) for p in parts], dim)
-
-    def op_slice_scatter(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int = 0,
-                         start: Any = 0, end: Any = None, step: int = 1) -> Any:  # fmt: skip
-        if step != 1:
-            return NotImplemented
-        dim %= len(x.shape)
-        start = 0 if start is None else start
-        if isinstance(start, int) and start < 0:
-            start = as_dim(start + x.shape[dim])
-        stop = as_dim(start + y.shape[dim])
-        parts = [y]
-        if start != 0:
-            parts.insert(0, self.slice(x, dim, 0, start, origin))
-        if stop != x.shape[dim]:
-            parts.append(self.slice(x, dim, stop, x.shape[dim], origin))
-        return self.op_cat(fx_node, origin, parts, dim)
+    def op_fill(self, fx_node: Any, origin: Origin, x: Node, value: Any) -> Any:
+        if isinstance(value, Node):
+            return self.op_expand(fx_node, origin, value)
+        return self._full(fx_node, "full", [value], {}, origin)
 
     def _reduce(self, fx_node: Any, op: str, origin: Origin, x: Node, dims: Any) -> Any:
         type = self.type_of(fx_node)
@@ -358,6 +218,25 @@ class Importer:
         batched = TensorType((1, *type.shape), type.dtype)
         a, b = (self.reshape(v, (1, *v.shape), origin) for v in (a, b))
         return self.reshape(self.emit("matmul", (a, b), batched, origin), type.shape, origin)
+
+    def op_addmm(self, fx_node: Any, origin: Origin, bias: Node, a: Node, b: Node,
+                 **scales: Any) -> Any:  # fmt: skip
+        return self._biased(fx_node, origin, bias, a, b, scales, self.op_mm)
+
+    def op_baddbmm(self, fx_node: Any, origin: Origin, bias: Node, a: Node, b: Node,
+                   **scales: Any) -> Any:  # fmt: skip
+        return self._biased(fx_node, origin, bias, a, b, scales, self.op_bmm)
+
+    def _biased(self, fx_node: Any, origin: Origin, bias: Node, a: Node, b: Node,
+                scales: dict[str, Any], product: Callable[..., Node]) -> Any:  # fmt: skip
+        """bias + a @ b; scaled forms (rare) stay whole. The sum is marked: PyTorch makes it before
+        it rounds the product (see `passes.whole`)."""
+        self._same_dtype(a, b, origin)
+        self._same_dtype(bias, a, origin)
+        if any(s != 1 for s in scales.values()):
+            return NotImplemented
+        total = product(fx_node, origin, a, b)
+        return self.emit("add", (total, bias), self.type_of(fx_node), origin, bias=True)
 
     def _full(self, fx_node: Any, name: str, args: list[Any], kwargs: Any, origin: Origin) -> Any:
         type = self.type_of(fx_node)

@@ -192,12 +192,16 @@ class ExportedSubgraph:
 
 
 def load(spec: str, settings: Settings) -> Subgraph:
-    """Resolve `rankmixer`, `dense_ffn`, `file.py:factory` or `program.pt2`.
+    """Resolve `rankmixer`, `dense_ffn`, `zoo:NAME`, `file.py:factory` or `program.pt2`.
 
     Raises SubgraphError saying what was expected when `spec` is none of them.
     """
     if spec in WORKLOADS:
         return WorkloadSubgraph(spec, settings)
+    if spec.startswith("zoo:"):
+        from megafuse import zoo
+
+        return zoo.subgraph(spec.removeprefix("zoo:"), settings)
     path_text, _, attribute = spec.rpartition(":")
     if path_text.endswith(".py"):
         return FactorySubgraph(spec, _factory(Path(path_text), attribute), settings)
@@ -208,7 +212,7 @@ def load(spec: str, settings: Settings) -> Subgraph:
     if spec.endswith(".py"):
         raise SubgraphError(f"{spec}: name the function too, as in {spec}:make_block")
     raise SubgraphError(
-        f"unknown subgraph {spec!r}: expected {', '.join(WORKLOADS)}, file.py:factory "
+        f"unknown subgraph {spec!r}: expected {', '.join(WORKLOADS)}, zoo:NAME, file.py:factory "
         "or program.pt2"
     )
 

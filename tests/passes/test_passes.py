@@ -162,7 +162,10 @@ def test_pipeline_checks_and_shows_every_stage() -> None:
     seen: list[str] = []
     before = g.graph(_sum_of_cat(g, g.input(B, 4, 6)))
     after = passes.run(before, lambda graph: seen.append(graph.made_by))
-    assert seen == ["capture", "dce", "simplify", "cse", "dce"]
+    assert seen == [
+        "capture", "dce", "simplify", "cse", "batch", "dce", "simplify", "pieces", "simplify",
+        "cse", "dce", "whole", "simplify", "operands", "dce",
+    ]  # fmt: skip
     same_values(before, after)
 
 

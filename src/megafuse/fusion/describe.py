@@ -13,6 +13,7 @@ from megafuse.fusion.plan import (
     ExternRegion,
     GraphPlan,
     MatmulRegion,
+    Operand,
     Region,
     RowRegion,
     WhyNotFused,
@@ -37,7 +38,8 @@ def read_bytes(region: Region, node: Node, buffers: set[Node], sizes: Mapping[st
     """Bytes of `node` that `region` reads: the distinct elements, each once."""
     whole = evaluate(node.type.nbytes, sizes)
     if not isinstance(region, RowRegion):
-        return whole
+        views = {_elements(o, sizes): o for o in _operands(region) if o.buffer is node}
+        return min(whole, sum(n * node.dtype.itemsize for n, _ in views))
     seen: dict[Any, int] = {}
     for root in region.roots:
         for read in root.reads:
@@ -47,7 +49,27 @@ def read_bytes(region: Region, node: Node, buffers: set[Node], sizes: Mapping[st
     return min(whole, sum(seen.values()) * node.dtype.itemsize)
 
 
+def _operands(region: MatmulRegion | ExternRegion) -> list[Operand]:
+    if isinstance(region, ExternRegion):
+        return region.operands
+    return [region.a, region.b, *(o for _, o in region.extras)]
+
+
+def _elements(operand: Operand, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """(how many elements an operand holds, where it starts): equal for one tensor read twice."""
+    moving = [d for d, stride in zip(operand.shape, operand.strides, strict=True) if stride != 0]
+    return evaluate(product(moving), sizes), evaluate(operand.offset, sizes)
+
+
 def written_bytes(region: Region, sizes: Mapping[str, int]) -> int:
+    """Bytes that `region` writes: of a concatenation only its own parts."""
+    if isinstance(region, RowRegion):
+        stored = [r for r in region.roots if r.kind != "row"]
+        axes = [set().union(*(c.axes for c in r.where)) if r.where else set() for r in stored]
+        return sum(
+            evaluate(product(a.extent for a in own), sizes) * r.target.dtype.itemsize
+            for r, own in zip(stored, axes, strict=True)
+        )
     return sum(evaluate(n.type.nbytes, sizes) for n in region.writes() if n.op != "extern"
                or not n.attrs["multiple"])  # fmt: skip
 

@@ -6,24 +6,31 @@ from collections.abc import Callable
 
 from megafuse.invariants import check_graph
 from megafuse.ir import Graph
+from megafuse.passes.batch import batch
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
+from megafuse.passes.operands import copied_operands
+from megafuse.passes.pieces import pieces
 from megafuse.passes.simplify import simplify
+from megafuse.passes.whole import whole_products
 
 Pass = Callable[[Graph], Graph]
-PIPELINE: tuple[Pass, ...] = (dce, simplify, cse, dce)
+PIPELINE: tuple[Pass, ...] = (
+    dce, simplify, cse, batch, dce, simplify, pieces, simplify, cse, dce,
+)  # fmt: skip
 EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
+LAST: tuple[Pass, ...] = (whole_products, simplify, copied_operands, dce)
 
 
 def run(
     graph: Graph, observe: Callable[[Graph], None] = lambda _: None, epilogues: bool = False
 ) -> Graph:
-    """Run PIPELINE, then EPILOGUES where products have them; `observe` sees the graph after every
-    pass."""
+    """Run PIPELINE, then EPILOGUES where products have them, then LAST; `observe` sees the graph
+    after every pass."""
     check_graph(graph)
     observe(graph)
-    for apply in (*PIPELINE, *(EPILOGUES if epilogues else ())):
+    for apply in (*PIPELINE, *(EPILOGUES if epilogues else ()), *LAST):
         graph = apply(graph)
         check_graph(graph)
         observe(graph)

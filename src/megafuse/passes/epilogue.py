@@ -3,20 +3,24 @@
 Before → after, for executors that have such an epilogue (16-bit products on Hopper):
     add(matmul(a, b), row)                  → matmul(a, b, row)               row: [batch, 1, n]
     add(x, permute(matmul(a, b)))           → permute(matmul(a, b, unpermute(x)))
+    add(reshape(matmul(a, b)), bias)        → reshape(matmul(a, b, row))      a linear layer
 
 Each extra operand is read once a tile; the value is rounded once. Only products that nothing else
-reads are touched. Not run for rounding="eager", where each addition rounds.
+reads are touched, and only such as the copy engine can address. Not run for rounding="eager",
+where each addition rounds.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from megafuse.ir import Arg, Graph, Node, Rewriter, TensorType
+from megafuse.ir import Arg, Graph, Node, Rewriter, walk
+from megafuse.ops import is_pointwise, is_view
+from megafuse.passes.additions import HALVES, Addition, additions, pulled, restored
+from megafuse.passes.operands import layout_of
 
 MOST_ROWS, MOST_TENSORS = 2, 1
+PIECE = 8  # elements of 16 bits that the copy engine moves whole
 
 
 class FuseEpilogues(Rewriter):
@@ -26,8 +30,8 @@ class FuseEpilogues(Rewriter):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__()
-        users = graph.users()
-        outputs = [o for o in graph.outputs if o is not None]
+        self.users = users = graph.users()
+        self.outputs = outputs = {o for o in graph.outputs if o is not None}
         self.single = {n for n in graph.nodes if len(users[n]) == 1 and n not in outputs}
         self.changed = False
         self._new_single: set[Node] = set()
@@ -43,52 +47,70 @@ class FuseEpilogues(Rewriter):
         return made
 
     def _fuse(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
-        if node.dtype not in (torch.bfloat16, torch.float16) or len(node.inputs) != 2:
+        if node.dtype not in HALVES or len(node.inputs) != 2:
             return None
-        for product, other in ((args[0], args[1]), (args[1], args[0])):
-            assert isinstance(product, Node) and isinstance(other, Node)
-            order: tuple[int, ...] = tuple(range(len(node.shape)))
-            core = product
-            if core.op == "permute" and core in self._new_single:
-                order = core.attrs["order"]
-                core = core.inputs[0]
-            if core.op != "matmul" or core not in self._new_single or product.shape != node.shape:
+        a, b = args
+        assert isinstance(a, Node) and isinstance(b, Node)
+        for addition in additions(a, b, self._new_single.__contains__):
+            seen = addition.views[-1] if addition.views else addition.product
+            if seen.shape != node.shape or addition.other.dtype != node.dtype:
                 continue
-            extra = self._operand(other, order, core)
+            if not _addressable(addition):
+                continue
+            extra = pulled(addition, self)
             if extra is None:
                 continue
             kind, operand = extra
+            if kind == "tensor" and not (self._in_memory(node, addition) and _readable(operand)):
+                continue
+            core = addition.product
             steps = (*core.attrs.get("epilogue", ()), kind)
             if steps.count("row") > MOST_ROWS or steps.count("tensor") > MOST_TENSORS:
                 continue
             result = self._append(replace(
                 core, args=(*core.args, operand), attrs={**core.attrs, "epilogue": steps},
             ))  # fmt: skip
-            if product is core:
-                return result
             self._new_single.add(result)
-            return self.emit("permute", (result,), node.type, node.origin, order=order)
+            whole = restored(result, addition, self)
+            self._new_single |= set(_views(whole, result))
+            return whole
         return None
 
-    def _operand(
-        self, x: Node, order: tuple[int, ...], product: Node
-    ) -> tuple[str, Node] | None:
-        """(kind, node) of `x` seen in the product's own axes, or None when it fits no step."""
-        rank = len(product.shape)
-        if x.dtype != product.dtype or len(x.shape) != rank:
-            return None
-        inverse = tuple(order.index(i) for i in range(rank))
-        shape = tuple(x.shape[i] for i in inverse)
-        batch, m, n = product.shape
-        if shape == (batch, m, n):
-            kind = "tensor"
-        elif shape == (batch, 1, n):
-            kind = "row"
-        else:
-            return None
-        if inverse != tuple(range(rank)):
-            x = self.emit("permute", (x,), TensorType(shape, x.dtype), x.origin, order=inverse)
-        return kind, x
+    def _in_memory(self, node: Node, addition: Addition) -> bool:
+        """Whether a tensor operand is stored anyway, or long computed when the product is made of
+        it. What is only computed for this addition is better added in the walk that computes it."""
+        base = next(i for i in node.inputs if self.map[i] is addition.other)
+        product = next(i for i in node.inputs if i is not base)
+        while is_view(base):
+            base = base.inputs[0]
+        return not is_pointwise(base) or self._stored(base) or base in walk([product])
+
+    def _stored(self, node: Node) -> bool:
+        return node in self.outputs or any(
+            user.op in ("matmul", "extern") or (is_view(user) and self._stored(user))
+            for user in self.users[node]
+        )
+
+
+def _readable(operand: Node) -> bool:
+    """Whether a tensor operand is read by strides, its rows whole, and not copied first."""
+    layout = layout_of(operand)
+    return layout is not None and layout.strided and layout.dense(len(layout.dims) - 1)
+
+
+def _views(node: Node, base: Node) -> list[Node]:
+    found = []
+    while node is not base:
+        node = node.inputs[0]
+        found.append(node)
+    return found
+
+
+def _addressable(addition: Addition) -> bool:
+    """Whether the extents known now suit the kernel; another product would go back to PyTorch,
+    which has no epilogue."""
+    known = (addition.product.shape[2], addition.product.inputs[0].shape[2])
+    return all(not isinstance(d, int) or d % PIECE == 0 for d in known)
 
 
 def fuse_epilogues(graph: Graph) -> Graph:

@@ -5,6 +5,7 @@ Before → after:
     permute(permute(x))            → permute(x)
     sum(cat(a, b, d), dims)        → cat(sum(a), sum(b), d)        d not in dims
     cat(a, 0, d) + cat(0, b, d)    → cat(a, b, d)                  gradients of slices
+    reshape(cat) + reshape(cat')   → reshape(cat + cat')           and of every other element
     any view of a constant         → the constant in that shape
     sum(x, dims of both kinds)     → sum(sum(x, inner), outer)     inner = the trailing dims
     cast(reshape(sum(x) f32), t)   → reshape(sum(x) t)             the sum used once
@@ -71,7 +72,15 @@ class Simplify(Rewriter):
 
     def _disjoint(self, node: Node, a: Node, b: object) -> Node | None:
         """Gradients of slices: zero-padded pieces of one tensor that do not overlap."""
-        if not isinstance(b, Node) or a.op != "cat" or b.op != "cat" or a.shape != b.shape:
+        if not isinstance(b, Node) or a.shape != b.shape or a.dtype != b.dtype:
+            return None
+        if a.op == "reshape" and b.op == "reshape":
+            x, y = a.inputs[0], b.inputs[0]
+            if not (x.op == y.op == "cat" and x.shape == y.shape and node.dtype == x.dtype):
+                return None
+            total = self.emit("add", (x, y), x.type, node.origin)
+            return self.emit("reshape", (total,), node.type, node.origin)
+        if a.op != "cat" or b.op != "cat":
             return None
         dim = a.attrs["dim"]
         if dim != b.attrs["dim"] or a.dtype != b.dtype or a.dtype != node.dtype:
