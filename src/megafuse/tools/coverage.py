@@ -112,6 +112,11 @@ def cover(name: str, speeds: Mapping[str, float] | str) -> Row:
     )  # fmt: skip
 
 
+def _packet(target: str) -> str:
+    """The operator without its overload."""
+    return target.rpartition(".")[0]
+
+
 def _unfused(plan: Plan, summary: PlanSummary) -> int:
     """Bytes of regions that hold a single operator and of PyTorch calls that ought to be fused."""
     moved = {r.name: r.bytes_read + r.bytes_written for r in summary.regions}
