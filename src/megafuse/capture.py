@@ -9,18 +9,13 @@ those sizes (guards) is returned with the graph.
 
 from __future__ import annotations
 
-import bisect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,16 +24,13 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
 from megafuse.errors import CaptureError, UnsupportedError
-from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
+from megafuse.importer import FOREIGN_TENSOR, Importer
 from megafuse.ir import Dim, Graph, as_dim, product
-
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
+from megafuse.provenance import HIDDEN, Provenance, preserved_meta
 
 
 @dataclass
@@ -68,73 +60,6 @@ class Captured:
         return all(
             g.subs({s: sizes[s.name] for s in g.free_symbols}) == sympy.true for g in self.guards
         )
-
-
-_CASTS = {"to", "bfloat16", "half", "float", "type", "type_as"}
-
-
-class _Provenance(TorchFunctionMode):
-    """Tags every traced node with the user's line and module path."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        super().__init__()
-        self.paths: list[str] = [""]
-        self.places: dict[int, str] = {}
-        self.handles: list[Any] = []
-        if module is not None:
-            for path, child in module.named_modules():
-                self.handles.append(child.register_forward_pre_hook(self._enter(path)))
-                self.handles.append(child.register_forward_hook(self._leave, always_call=True))
-
-    def _enter(self, path: str) -> Callable[..., None]:
-        return lambda *_: self.paths.append(path)
-
-    def _leave(self, *_: Any) -> None:
-        self.paths.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH, "<")):
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is not None:
-            cast = f"|{CAST}" if getattr(func, "__name__", "") in _CASTS else ""
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            tag = f"{place}|{self.paths[-1]}{cast}"
-            _set_tag(tag)
-        result = func(*args, **(kwargs or {}))
-        if frame is not None:
-            for value in tree_flatten(result)[0]:
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    self.places[value.grad_fn._sequence_nr()] = tag
-        return result
-
-    def follow_backward(self, roots: Sequence[torch.Tensor]) -> None:
-        """Make every backward node traced from now on carry its forward operator's tag.
-
-        Autograd numbers its nodes in forward order; a node inside a composite operator belongs to
-        the next tag at or after its number.
-        """
-        numbers = sorted(self.places)
-        stack = [t.grad_fn for t in roots]
-        seen = set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            stack.extend(following for following, _ in node.next_functions)
-            at = bisect.bisect_left(numbers, node._sequence_nr())
-            tag = self.places[numbers[at]] if at < len(numbers) else "|"
-            node.register_prehook(lambda _, tag=tag: _set_tag(f"{BACKWARD}|{tag}"))
-        _set_tag(f"{BACKWARD}||")
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def _set_tag(tag: str) -> None:
-    fx_traceback.current_meta["stack_trace"] = tag
 
 
 def batch_size(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> int | None:
@@ -202,7 +127,7 @@ def capture(
         return outputs, spread
 
     def _forward(primals: list[torch.Tensor]) -> list[Any]:
-        structure["provenance"] = provenance = _Provenance(module)
+        structure["provenance"] = provenance = Provenance(module)
         try:
             with provenance:
                 result = function(primals)
@@ -218,7 +143,7 @@ def capture(
         return outputs
 
     def run(f: Callable[..., Any], table: dict[Any, Any]) -> torch.fx.GraphModule:
-        with mode, _preserved_meta(), torch.enable_grad():
+        with mode, preserved_meta(), torch.enable_grad():
             outputs = _forward(list(fakes))  # once outside the trace, for the outputs' metadata
             tangents = [
                 torch.empty_like(outputs[i], device="meta").detach()
@@ -263,17 +188,6 @@ def capture(
         outer.graph, structure["outputs"], structure["differentiable"], guards,
         structure["rebuild"], eager_bytes,
     )  # fmt: skip
-
-
-@contextmanager
-def _preserved_meta() -> Iterator[None]:
-    with fx_traceback.preserve_node_meta():
-        before = dict(fx_traceback.current_meta)
-        try:
-            yield
-        finally:
-            fx_traceback.current_meta.clear()
-            fx_traceback.current_meta.update(before)
 
 
 def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callable[..., Any]:
@@ -353,7 +267,7 @@ def _explain(error: Exception) -> str:
     tb = error.__traceback__
     while tb is not None:
         name = tb.tb_frame.f_code.co_filename
-        if not name.startswith((_OWN, _TORCH, "<")):
+        if not name.startswith(HIDDEN):
             frames.append(f"{name}:{tb.tb_lineno}")
         tb = tb.tb_next
     where = f" at {frames[-1]}" if frames else ""

@@ -38,7 +38,7 @@ CAST = "@cast"
 """Ends the tag of casts the user wrote: they round in registers too."""
 
 BACKWARD = "@backward"
-"""Marks the tag of nodes traced during `torch.autograd.grad`; see `capture._Provenance`."""
+"""Marks the tag of nodes traced during `torch.autograd.grad`; see `provenance.Provenance`."""
 
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
