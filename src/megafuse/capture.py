@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from megafuse import decompositions
 from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.importer import FOREIGN_TENSOR, Importer
-from megafuse.ir import Dim, Graph, as_dim, product
+from megafuse.ir import Dim, Graph, Node, as_dim, product
+from megafuse.layouts import Layouts, contiguous, from_memory, to_memory
 from megafuse.provenance import HIDDEN, Provenance, preserved_meta
 
 
@@ -38,12 +39,15 @@ class Captured:
     """One traced call.
 
     graph: inputs are the flat tensors of the call followed by one upstream gradient for each
-        differentiable output; outputs are the call's tensors followed by one gradient (or None)
-        for each flat tensor.
+        differentiable output; outputs are the call's tensors, the new values of buffers it writes,
+        and one gradient (or None) for each flat tensor. Upstream gradients, outputs and gradients
+        have their extents in the order of `layouts`.
     outputs: how many of the graph's outputs belong to the forward pass.
     differentiable: which forward outputs have an upstream gradient, in order.
+    written: flat tensors (buffers) whose new values are the last of the forward outputs.
+    views: computes the outputs that share memory with an input, as views of it; None without any.
     guards: relations between run-time sizes that the trace assumed.
-    rebuild: puts a list of output tensors back into the structure the function returned.
+    rebuild: (forward outputs, views) in the structure the function returned.
     eager_bytes: what PyTorch moves running the same call one operator at a time (each tensor an
         operator reads or writes counted once, views free); traced on demand.
     """
@@ -51,8 +55,11 @@ class Captured:
     graph: Graph
     outputs: int
     differentiable: tuple[int, ...]
+    written: tuple[int, ...]
+    views: Graph | None
+    layouts: Layouts
     guards: tuple[sympy.Basic, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     eager_bytes: Callable[[], Dim]
 
     def accepts(self, sizes: dict[str, int]) -> bool:
@@ -70,6 +77,13 @@ def batch_size(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> i
     return None
 
 
+def batched(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> list[bool]:
+    """Which tensors have the batch as their leading extent."""
+    batch = batch_size(tensors, parameters)
+    return [not own and t.dim() > 0 and t.shape[0] == batch
+            for t, own in zip(tensors, parameters, strict=True)]  # fmt: skip
+
+
 def capture(
     function: Callable[[Sequence[torch.Tensor]], Any],
     tensors: Sequence[torch.Tensor],
@@ -77,6 +91,7 @@ def capture(
     needs_grad: Sequence[bool],
     module: nn.Module | None = None,
     dynamic: bool = True,
+    layouts: Layouts | None = None,
 ) -> Captured:
     """Trace `function(tensors)` and its gradients.
 
@@ -84,22 +99,25 @@ def capture(
     parameters: which of them are parameters or buffers (static shapes).
     needs_grad: which of them get a gradient.
     dynamic: whether leading dimensions of the other inputs become run-time sizes.
+    layouts: eager's; contiguous by default.
 
     Raises CaptureError when the code cannot be traced (data-dependent control flow, an operator
-    without a meta kernel, ...), UnsupportedError when it writes to its inputs.
+    without a meta kernel, ...), UnsupportedError when it writes to its inputs or opens autocast.
     """
     env = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    batch = batch_size(tensors, parameters)
     fakes = []
-    for tensor, is_parameter, wants in zip(tensors, parameters, needs_grad, strict=True):
+    leading = batched(tensors, parameters)
+    for tensor, run_time, wants in zip(tensors, leading, needs_grad, strict=True):
         shape = list(tensor.shape)
-        run_time = dynamic and not is_parameter and tensor.dim() > 0 and shape[0] == batch
+        run_time &= dynamic
         if run_time:
             shape[0] = max(2, shape[0])  # an extent of 1 would be traced as a constant
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        sizes = [DimDynamic.DYNAMIC if run_time and i == 0 else DimDynamic.STATIC
-                 for i in range(len(shape))]
+        sizes = [
+            DimDynamic.DYNAMIC if run_time and i == 0 else DimDynamic.STATIC
+            for i in range(len(shape))
+        ]
         with mode:
             fake = mode.from_tensor(
                 meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
@@ -109,25 +127,24 @@ def capture(
     structure: dict[str, Any] = {}
     wanted = [i for i, wants in enumerate(needs_grad) if wants]
 
-    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> tuple[Any, Any]:
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
         outputs = _forward(primals)
-        if not wanted or not structure["differentiable"]:
-            return outputs, [None] * len(primals)
-        roots = [outputs[i] for i in structure["differentiable"]]
-        structure["provenance"].follow_backward(roots)
-        grads = torch.autograd.grad(
-            roots,
-            [primals[i] for i in wanted],
-            tangents,
-            allow_unused=True,
-        )
         spread: list[Any] = [None] * len(primals)
-        for i, grad in zip(wanted, grads, strict=True):
-            spread[i] = grad
-        return outputs, spread
+        if wanted and structure["differentiable"]:
+            own = [o for o, view in zip(outputs, structure["layouts"].views) if not view]
+            roots = [own[i] for i in structure["differentiable"]]
+            structure["provenance"].follow_backward(roots)
+            orders = [structure["layouts"].orders[i] for i in structure["differentiable"]]
+            upstream = [from_memory(t, o) for t, o in zip(tangents, orders, strict=True)]
+            grads = torch.autograd.grad(
+                roots, [primals[i] for i in wanted], upstream, allow_unused=True
+            )
+            for i, grad in zip(wanted, grads, strict=True):
+                spread[i] = grad
+        return _in_memory(outputs, spread, structure["layouts"])
 
-    def _forward(primals: list[torch.Tensor]) -> list[Any]:
-        structure["provenance"] = provenance = Provenance(module)
+    def _forward(primals: list[torch.Tensor]) -> list[torch.Tensor]:
+        structure["provenance"] = provenance = Provenance(module, tensors[0].device.type)
         try:
             with provenance:
                 result = function(primals)
@@ -137,24 +154,27 @@ def capture(
         where = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
         constants = {i: v for i, v in enumerate(flat) if i not in where}
         outputs = [flat[i] for i in where]
-        structure["outputs"] = len(outputs)
-        structure["rebuild"] = _rebuilder(spec, where, constants)
-        structure["differentiable"] = tuple(i for i, t in enumerate(outputs) if t.requires_grad)
+        found = layouts or contiguous(len(outputs), len(tensors))
+        if len(found.outputs) != len(outputs):
+            raise CaptureError("the code returns another number of tensors each time it runs.")
+        own = [i for i, view in zip(where, found.views, strict=True) if not view]
+        structure["layouts"] = found
+        structure["rebuild"] = _rebuilder(spec, own, [i for i in where if i not in own], constants)
+        structure["differentiable"] = tuple(k for k, i in enumerate(own) if flat[i].requires_grad)
         return outputs
 
     def run(f: Callable[..., Any], table: dict[Any, Any]) -> torch.fx.GraphModule:
         with mode, preserved_meta(), torch.enable_grad():
             outputs = _forward(list(fakes))  # once outside the trace, for the outputs' metadata
+            own, _, _ = _in_memory(outputs, [], structure["layouts"])
             tangents = [
-                torch.empty_like(outputs[i], device="meta").detach()
+                torch.empty(own[i].shape, dtype=own[i].dtype, device="meta")
                 for i in structure["differentiable"]
             ]
             primals = [t.detach().requires_grad_(t.requires_grad) for t in fakes]
             if f is not joint:  # gradients are in the graph already
                 primals = [t.detach() for t in primals]
-            return make_fx(
-                f, table, "real", _allow_non_fake_inputs=True
-            )(primals, tangents)
+            return make_fx(f, table, "real", _allow_non_fake_inputs=True)(primals, tangents)
 
     quiet = logging.getLogger("torch._subclasses.fake_tensor")
     level = quiet.level
@@ -162,8 +182,12 @@ def capture(
     try:
         table = decompositions.table()
         traced = run(joint, table)
+        written: tuple[int, ...] = ()
         if _mutates(traced):
             traced = run(_functional(traced), table)
+            buffers = {i for i, t in enumerate(tensors)
+                       if parameters[i] and not isinstance(t, nn.Parameter)}  # fmt: skip
+            written = _take_writes(traced, buffers)
         _refuse_input_mutation(traced)
     except UnsupportedError:
         raise
@@ -171,28 +195,57 @@ def capture(
         if "in-place operation" in str(error):
             raise UnsupportedError(
                 f"{_explain(error)} The module writes in place to a tensor the caller owns; "
-                "megafuse never does. Use the out-of-place form (inplace=False); a BatchNorm in "
-                "training updates its buffers, so call .eval() on it or leave it outside."
+                "megafuse never does. Use the out-of-place form (inplace=False)."
             ) from error
         raise CaptureError(_explain(error)) from error
     finally:
         quiet.setLevel(level)
 
+    found: Layouts = structure["layouts"]
     outer = Importer(env, {}).run(traced, len(tensors))
     guards = tuple(_guards(env, outer.names))
+    results, grads = len(found.orders), len(found.orders) + len(tensors)
+    seen = grads + sum(found.views)
+    flat = outer.graph.outputs
+    graph = Graph(outer.graph.inputs, outer.graph.nodes,
+                  [*flat[:results], *flat[seen:], *flat[results:grads]])  # fmt: skip
+    views = _views(graph, len(tensors), flat[grads:seen]) if seen > grads else None
 
     def eager_bytes() -> Dim:
         return _bytes_moved(run(joint, {}), outer.dim)
 
     return Captured(
-        outer.graph, structure["outputs"], structure["differentiable"], guards,
+        graph, results + len(written), structure["differentiable"], written, views, found, guards,
         structure["rebuild"], eager_bytes,
     )  # fmt: skip
 
 
-def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callable[..., Any]:
-    def rebuild(tensors: Sequence[Any]) -> Any:
-        flat = dict(constants) | dict(zip(where, tensors, strict=True))
+def _in_memory(
+    outputs: Sequence[Any], grads: Sequence[Any], layouts: Layouts
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Outputs and gradients with their extents in the order they have in memory; then the outputs
+    that share memory with an input, as they are."""
+    own = [o for o, view in zip(outputs, layouts.views, strict=True) if not view]
+    views = [o for o, view in zip(outputs, layouts.views, strict=True) if view]
+    return (
+        [to_memory(o, order) for o, order in zip(own, layouts.orders, strict=True)],
+        [None if g is None else to_memory(g, o) for g, o in zip(grads, layouts.gradients)],
+        views,
+    )
+
+
+def _views(graph: Graph, primals: int, outputs: Sequence[Node | None]) -> Graph:
+    """The part of `graph` that computes `outputs`, which look at the flat tensors only."""
+    inputs = graph.inputs[:primals]
+    live = Graph(inputs, graph.nodes, list(outputs)).live()
+    return Graph(inputs, [n for n in graph.nodes if n in live or n in inputs], list(outputs))
+
+
+def _rebuilder(
+    spec: Any, own: list[int], views: list[int], constants: dict[int, Any]
+) -> Callable[..., Any]:
+    def rebuild(outputs: Sequence[Any], seen: Sequence[Any]) -> Any:
+        flat = constants | dict(zip(own, outputs)) | dict(zip(views, seen, strict=True))
         return tree_unflatten([flat[i] for i in sorted(flat)], spec)
 
     return rebuild
@@ -238,6 +291,25 @@ def _mutates(traced: torch.fx.GraphModule) -> bool:
     )
 
 
+def _take_writes(traced: torch.fx.GraphModule, buffers: set[int]) -> tuple[int, ...]:
+    """Turn the last write to each of `buffers` (positions among the inputs) into one more output;
+    returns their positions."""
+    places = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    (result,) = (n for n in traced.graph.nodes if n.op == "output")
+    written: list[int] = []
+    values = []
+    for node in list(traced.graph.nodes):
+        if node.target is not torch.ops.aten.copy_.default or node.args[0] not in places:
+            continue
+        index = places.index(node.args[0])
+        if index in buffers and not node.users:
+            written.append(index)
+            values.append(node.args[1])
+            traced.graph.erase_node(node)
+    result.args = ([*result.args[0], *values],)
+    return tuple(written)
+
+
 def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
@@ -245,8 +317,8 @@ def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
         raise UnsupportedError(
             f"{node.target} writes in place to a tensor the caller can see "
             f"({node.meta.get('stack_trace', 'unknown place')}); megafuse never writes to its "
-            "inputs. Use the out-of-place form, or keep this module outside the fused one "
-            "(a BatchNorm in training updates its buffers: call .eval() on it)."
+            "inputs. Use the out-of-place form, register what the module updates as a buffer, or "
+            "keep this module outside the fused one."
         )
 
 

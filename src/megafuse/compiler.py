@@ -16,7 +16,8 @@ from megafuse.errors import CaptureError
 from megafuse.fusion.plan import GraphPlan
 from megafuse.fusion.planner import Planner
 from megafuse.ir import Graph, Node
-from megafuse.passes.partition import Split, partition
+from megafuse.layouts import Layouts
+from megafuse.passes.partition import Split, base_of, partition
 
 Observe = Callable[[str, str], None]
 
@@ -25,7 +26,8 @@ Observe = Callable[[str, str], None]
 class Plan:
     """Both directions of one captured call. joint: the graph after the passes; hints: the run-time
     sizes of the call it was made for; sources: for each flat tensor, which upstream gradients its
-    own gradient comes from."""
+    own gradient comes from; reads: the flat tensors that backward reads; copied: the forward
+    outputs that are an input as it is, which eager copies."""
 
     captured: Captured
     joint: Graph
@@ -34,6 +36,8 @@ class Plan:
     backward: GraphPlan | None
     hints: dict[str, int]
     sources: list[frozenset[int]]
+    reads: tuple[int, ...]
+    copied: frozenset[int]
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The run-time sizes of a call, read off its flat tensors."""
@@ -52,20 +56,21 @@ def make_plan(
     options: Options,
     observe: Observe = lambda name, text: None,
     epilogues: bool = False,
+    layouts: Layouts | None = None,
 ) -> Plan:
     """Plan `function(tensors)` with its gradients; see `capture` for the arguments.
 
     observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. epilogues: whether products can
-    add bias and residual before they store. Raises CaptureError,
-    UnsupportedError.
+    add bias and residual before they store. layouts: eager's, from `layouts.probe`.
+    Raises CaptureError, UnsupportedError.
     """
     try:
-        captured = capture(function, tensors, parameters, needs_grad, module)
+        captured = capture(function, tensors, parameters, needs_grad, module, layouts=layouts)
     except CaptureError:
         if batch_size(tensors, parameters) is None:
             raise
         # The code may need to know its batch size; then the plan is for that size only.
-        captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False)
+        captured = capture(function, tensors, parameters, needs_grad, module, False, layouts)
     count = 0
 
     def see(graph: Graph) -> None:
@@ -90,7 +95,21 @@ def make_plan(
     observe("repro.py", dump.repro(joint, captured.outputs, len(tensors), list(needs_grad), hints,
                                    options))  # fmt: skip
     sources = _sources(joint, captured.outputs, len(tensors))
-    return Plan(captured, joint, split, forward, backward, hints, sources)
+    reads = _reads(split.backward, len(tensors))
+    copied = _copied(split.forward, captured.outputs)
+    return Plan(captured, joint, split, forward, backward, hints, sources, reads, copied)
+
+
+def _reads(backward: Graph | None, primals: int) -> tuple[int, ...]:
+    if backward is None:
+        return ()
+    live = backward.live()
+    return tuple(i for i, node in enumerate(backward.inputs[:primals]) if node in live)
+
+
+def _copied(forward: Graph, outputs: int) -> frozenset[int]:
+    bases = [None if o is None else base_of(o) for o in forward.outputs[:outputs]]
+    return frozenset(i for i, b in enumerate(bases) if b is not None and b.op == "input")
 
 
 def _sources(joint: Graph, outputs: int, primals: int) -> list[frozenset[int]]:

@@ -36,3 +36,7 @@ class InputError(MegafuseError):
 
 class DoubleBackwardError(MegafuseError):
     """Gradients of gradients were asked for; the fused module computes first derivatives only."""
+
+
+class FallbackWarning(UserWarning):
+    """A call runs the original module, because only PyTorch itself can serve it."""

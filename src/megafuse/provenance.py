@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from megafuse.errors import UnsupportedError
 from megafuse.importer import BACKWARD, CAST
 
 HIDDEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
@@ -28,10 +29,15 @@ _CASTS = {"to", "bfloat16", "half", "float", "type", "type_as"}
 
 
 class Provenance(TorchFunctionMode):
-    """Tags every traced node with the user's line and module path."""
+    """Tags every traced node with the user's line and module path.
 
-    def __init__(self, module: nn.Module | None) -> None:
+    device: where the call's tensors live. Autocast for it is refused: on the tensors without data
+    that are traced it would have no effect.
+    """
+
+    def __init__(self, module: nn.Module | None, device: str) -> None:
         super().__init__()
+        self.device = device
         self.paths: list[str] = [""]
         self.places: dict[int, str] = {}
         self.handles: list[Any] = []
@@ -47,6 +53,11 @@ class Provenance(TorchFunctionMode):
         self.paths.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.device in ("cpu", "cuda") and torch.is_autocast_enabled(self.device):
+            raise UnsupportedError(
+                f"{_place()}: the code opens torch.autocast({self.device!r}) itself, which a trace "
+                "does not see. Enter autocast around the call, or cast where it is needed."
+            )
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):
             frame = frame.f_back  # type: ignore[assignment]
@@ -85,6 +96,14 @@ class Provenance(TorchFunctionMode):
     def close(self) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+def _place() -> str:
+    """The innermost line of the user's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "unknown place"
 
 
 def _set_tag(tag: str) -> None:
