@@ -46,6 +46,7 @@ class Captured:
     differentiable: which forward outputs have an upstream gradient, in order.
     written: flat tensors (buffers) whose new values are the last of the forward outputs.
     views: computes the outputs that share memory with an input, as views of it; None without any.
+    detached: which of those have no gradient.
     guards: relations between run-time sizes that the trace assumed.
     rebuild: (forward outputs, views) in the structure the function returned.
     eager_bytes: what PyTorch moves running the same call one operator at a time (each tensor an
@@ -57,6 +58,7 @@ class Captured:
     differentiable: tuple[int, ...]
     written: tuple[int, ...]
     views: Graph | None
+    detached: tuple[bool, ...]
     layouts: Layouts
     guards: tuple[sympy.Basic, ...]
     rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -161,6 +163,9 @@ def capture(
         structure["layouts"] = found
         structure["rebuild"] = _rebuilder(spec, own, [i for i in where if i not in own], constants)
         structure["differentiable"] = tuple(k for k, i in enumerate(own) if flat[i].requires_grad)
+        structure["detached"] = tuple(
+            not o.requires_grad for o, view in zip(outputs, found.views, strict=True) if view
+        )
         return outputs
 
     def run(f: Callable[..., Any], table: dict[Any, Any]) -> torch.fx.GraphModule:
@@ -215,7 +220,8 @@ def capture(
         return _bytes_moved(run(joint, {}), outer.dim)
 
     return Captured(
-        graph, results + len(written), structure["differentiable"], written, views, found, guards,
+        graph, results + len(written), structure["differentiable"], written, views,
+        structure["detached"], found, guards,
         structure["rebuild"], eager_bytes,
     )  # fmt: skip
 

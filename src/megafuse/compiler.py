@@ -12,9 +12,10 @@ from torch import nn
 from megafuse import dump, passes
 from megafuse.capture import Captured, batch_size, capture
 from megafuse.config import Options
-from megafuse.errors import CaptureError
+from megafuse.errors import CaptureError, InvariantError
 from megafuse.fusion.plan import GraphPlan
 from megafuse.fusion.planner import Planner
+from megafuse.invariants import check_graph
 from megafuse.ir import Graph, Node
 from megafuse.layouts import Layouts
 from megafuse.passes.partition import Split, base_of, partition
@@ -57,17 +58,20 @@ def make_plan(
     observe: Observe = lambda name, text: None,
     epilogues: bool = False,
     layouts: Layouts | None = None,
+    dynamic: bool = True,
 ) -> Plan:
     """Plan `function(tensors)` with its gradients; see `capture` for the arguments.
 
     observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. epilogues: whether products can
     add bias and residual before they store. layouts: eager's, from `layouts.probe`.
+    dynamic: whether the batch is a run-time size.
     Raises CaptureError, UnsupportedError.
     """
     try:
-        captured = capture(function, tensors, parameters, needs_grad, module, layouts=layouts)
-    except CaptureError:
-        if batch_size(tensors, parameters) is None:
+        captured = capture(function, tensors, parameters, needs_grad, module, dynamic, layouts)
+        check_graph(captured.graph)
+    except (CaptureError, InvariantError):
+        if not dynamic or batch_size(tensors, parameters) is None:
             raise
         # The code may need to know its batch size; then the plan is for that size only.
         captured = capture(function, tensors, parameters, needs_grad, module, False, layouts)

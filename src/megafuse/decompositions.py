@@ -81,6 +81,58 @@ def layer_norm_backward(
     return dx, dw, db
 
 
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float,
+) -> Any:  # fmt: skip
+    """aten.native_batch_norm in training: two-pass statistics over all extents but the channels,
+    in fp32; writes the running ones (their variance is the unbiased one). Evaluation stays whole.
+    """
+    if not training:
+        return NotImplemented
+    dtype, dims = _compute_dtype(x.dtype), [d for d in range(x.dim()) if d != 1]
+    n = _count(x, dims)
+    xf = x.to(dtype)
+    mean = xf.sum(dims, keepdim=True) / n
+    centred = xf - mean
+    var = (centred * centred).sum(dims, keepdim=True) / n
+    rstd = torch.rsqrt(var + eps)
+    y = centred * rstd
+    if weight is not None:
+        y = y * _channels(weight, x).to(dtype)
+    if bias is not None:
+        y = y + _channels(bias, x).to(dtype)
+    for running, now in ((running_mean, mean), (running_var, var * (n / (n - 1)))):
+        if running is not None:
+            running.copy_(momentum * now.reshape(-1) + (1 - momentum) * running)
+    return y.to(x.dtype), mean.reshape(-1), rstd.reshape(-1)
+
+
+def batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, mean: Tensor | None, rstd: Tensor | None, training: bool,
+    eps: float, mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    if not training or mean is None or rstd is None:
+        return NotImplemented
+    dtype, dims = _compute_dtype(x.dtype), [d for d in range(x.dim()) if d != 1]
+    n = _count(x, dims)
+    gradf, rstd = grad.to(dtype), _channels(rstd, x)
+    xhat = (x.to(dtype) - _channels(mean, x)) * rstd
+    total, along = gradf.sum(dims, keepdim=True), (gradf * xhat).sum(dims, keepdim=True)
+    dx = gradf - total / n - xhat * (along / n)
+    dx = dx * (rstd if weight is None else rstd * _channels(weight, x).to(dtype))
+    like = x.dtype if weight is None else weight.dtype
+    return (dx.to(x.dtype) if mask[0] else None,
+            along.reshape(-1).to(like) if mask[1] else None,
+            total.reshape(-1).to(like) if mask[2] else None)  # fmt: skip
+
+
+def _channels(v: Tensor, x: Tensor) -> Tensor:
+    """A value for each channel, as `x` broadcasts it."""
+    return v.reshape([1, -1, *[1] * (x.dim() - 2)])
+
+
 def silu(x: Tensor) -> Tensor:
     xf = x.to(_compute_dtype(x.dtype))
     return (xf * torch.sigmoid(xf)).to(x.dtype)
@@ -167,6 +219,9 @@ def std(
 _OURS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm.default: layer_norm,
     aten.native_layer_norm_backward.default: layer_norm_backward,
+    aten.native_batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit.default: batch_norm,
+    aten.native_batch_norm_backward.default: batch_norm_backward,
     aten.silu.default: silu,
     aten.silu_backward.default: silu_backward,
     aten.addmm.default: addmm,

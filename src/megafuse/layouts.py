@@ -95,10 +95,11 @@ def probe(
     from call to call; it counts as 2 or more, so that an extent of 1 hides no order.
     Raises UnsupportedError as `function` does.
     """
+    strides = [strides_of(t) for t in tensors]
     with FakeTensorMode(), torch.enable_grad():
         primals = [
-            _like(t, lead).requires_grad_(wants)
-            for t, wants, lead in zip(tensors, needs_grad, batched, strict=True)
+            _like(t, laid, lead).requires_grad_(wants)
+            for t, laid, wants, lead in zip(tensors, strides, needs_grad, batched, strict=True)
         ]
         try:
             outputs = [v for v in tree_leaves(function(primals)) if isinstance(v, torch.Tensor)]
@@ -117,20 +118,18 @@ def probe(
         )  # fmt: skip
 
 
-def _like(tensor: torch.Tensor, batched: bool) -> torch.Tensor:
+def _like(tensor: torch.Tensor, strides: Strides, batched: bool) -> torch.Tensor:
+    """A tensor without data, dense but for its expanded extents."""
     shape = list(tensor.shape)
     if batched:
         shape[0] = max(2, shape[0])
-    strides = strides_of(tensor)
     if strides is None:
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
     order, expanded = strides
-    for d in expanded:
-        shape[d] = 1
-    memory = order or tuple(range(len(shape)))
-    whole = torch.empty([shape[d] for d in memory], dtype=tensor.dtype, device="meta")
-    sizes = [max(2, s) if batched and d == 0 else s for d, s in enumerate(tensor.shape)]
-    return from_memory(whole, memory).expand(sizes).detach()
+    order = order or tuple(range(len(shape)))
+    stored = [1 if d in expanded else shape[d] for d in order]
+    whole = torch.empty(stored, dtype=tensor.dtype, device="meta")
+    return from_memory(whole, order).expand(shape).detach()
 
 
 def _gradients(

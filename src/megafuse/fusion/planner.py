@@ -107,9 +107,11 @@ class Planner:
                 buffers.add(node)
             if node.op in ("matmul", "extern"):
                 wanted.extend(node.inputs)
+        # Outputs come in the order their extents have in memory: a permuted one is stored permuted.
+        permuted = {o for o in self.graph.outputs if o is not None and o.op == "permute"}
         for node in wanted:
             base = node
-            while is_view(base):
+            while is_view(base) and base not in permuted:
                 base = base.inputs[0]
             buffers.add(base)
         # A column sum that is one whole piece of a concatenation is finished straight into it.

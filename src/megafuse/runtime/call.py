@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,8 @@ class Compiled:
             if self.forward is None:
                 self.build()
             assert self.forward is not None
-            results = self.forward.run(list(plain), sizes)
+            with _current(self.device):
+                results = self.forward.run(list(plain), sizes)
         captured = plan.captured
         outputs, kept = results[: captured.outputs], results[captured.outputs :]
         for i in plan.copied:
@@ -76,7 +78,8 @@ class Compiled:
             if self.backward is None:
                 self.build()
             assert self.backward is not None
-            results = self.backward.run(tensors, sizes)
+            with _current(self.device):
+                results = self.backward.run(tensors, sizes)
         orders = self.plan.captured.layouts.gradients
         return [None if g is None else from_memory(g, o) for g, o in zip(results, orders)]
 
@@ -94,7 +97,11 @@ class Compiled:
             return []
         if self._views is None:
             self._views = interpret(captured.views)
-        return self._views(*tensors)  # type: ignore[no-any-return]
+        found = self._views(*tensors)
+        return [
+            v.detach() if alone and v.requires_grad else v
+            for v, alone in zip(found, captured.detached, strict=True)
+        ]
 
 
 def _distinct(tensors: Values) -> Values:
@@ -115,6 +122,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.data_ptr() % 16:
         return tensor.clone()
     return tensor
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels are launched in the context of their own device, whichever the caller's is."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _hooks_on_saved() -> bool:

@@ -14,6 +14,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megafuse import dump
+from megafuse.branches import one_is_like_two
 from megafuse.capture import batched
 from megafuse.compiler import Plan, make_plan
 from megafuse.config import Options
@@ -63,7 +64,8 @@ class FusedModule(nn.Module):
         super().__init__()
         own: dict[str, Any] = {
             "original": original, "options": options, "_plans": {}, "_layouts": {}, "_recent": {},
-            "_slots": None, "_told": set(), "_numbers": {},
+            "_slots": None, "_ones": {}, "_told": set(),
+            "_numbers": {},
         }  # fmt: skip
         self.__dict__.update(own)
         if isinstance(original, nn.Module):
@@ -241,9 +243,17 @@ class FusedModule(nn.Module):
             state_of(modules), tuple(names),
             (*described, tensors[0].device, leading(tensors[own:])),
         )  # fmt: skip
-        laid = signature, tuple(map(strides_of, tensors))
+        function = self._function(flat, spec, places, modules, names, own)
+        parameters = [i < own for i in range(len(tensors))]
+        leads = batched(tensors, parameters)
+        dynamic = True
+        if any(lead and t.shape[0] == 1 for lead, t in zip(leads, tensors, strict=True)):
+            if signature not in self._ones:
+                self._ones[signature] = one_is_like_two(function, tensors, leads)
+            dynamic = self._ones[signature]
+        laid = signature, dynamic, tuple(map(strides_of, tensors))
         if laid in self._layouts:
-            found = self._planned((signature, self._layouts[laid]), tensors)
+            found = self._planned((*laid[:2], self._layouts[laid]), tensors)
             if found is not None:
                 return found
         known = self._numbers.setdefault(signature.without_numbers(), [])
@@ -257,21 +267,19 @@ class FusedModule(nn.Module):
                 )
                 return None
             known.append(signature)
-        function = self._function(flat, spec, places, modules, names, own)
-        parameters = [i < own for i in range(len(tensors))]
         needs_grad = [grad and t.requires_grad for t in tensors]
         with unchanged(modules):
             if laid not in self._layouts:
-                self._layouts[laid] = probe(
-                    function, tensors, needs_grad, batched(tensors, parameters)
-                )
-            key = signature, self._layouts[laid]
+                sizes = leads if dynamic else [False] * len(tensors)
+                self._layouts[laid] = probe(function, tensors, needs_grad, sizes)
+            key = *laid[:2], self._layouts[laid]
             found = self._planned(key, tensors)
             if found is None:
                 plan = make_plan(
                     function, tensors, parameters, needs_grad,
                     self.original if isinstance(self.original, nn.Module) else None, self.options,
-                    dump.observer(self.options), self._has_epilogues(tensors[0].device), key[1],
+                    dump.observer(self.options), self._has_epilogues(tensors[0].device), key[2],
+                    dynamic,
                 )  # fmt: skip
         if found is not None:
             return found
