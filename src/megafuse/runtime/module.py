@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from megafuse import dump
@@ -338,7 +337,7 @@ class FusedModule(nn.Module):
                 swapped = []
                 for i, module in enumerate(modules):
                     mine = {n: v for (j, n), v in zip(names, values, strict=False) if j == i}
-                    stack.enter_context(_reparametrize_module(module, mine, tie_weights=True))
+                    stack.enter_context(_holding(module, mine))
                     swapped.append(mine)
                 call_args, call_kwargs = tree_unflatten(leaves, spec)
                 result = original(*call_args, **call_kwargs)
@@ -352,6 +351,25 @@ class FusedModule(nn.Module):
                 return result
 
         return function
+
+
+@contextmanager
+def _holding(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """`module` with other tensors in place of its own, which are known by name; tensors and modules
+    that occur in several places hold the same one everywhere."""
+    new = {id(old): tensors[name] for name, old in named_tensors(module)}
+    places = [
+        (store, name, old)
+        for m in module.modules() for store in (m._parameters, m._buffers)
+        for name, old in store.items() if old is not None
+    ]  # fmt: skip
+    try:
+        for store, name, old in places:
+            store[name] = new[id(old)]  # type: ignore[assignment, index]
+        yield
+    finally:
+        for store, name, old in places:
+            store[name] = old  # type: ignore[assignment, index]
 
 
 def _values(sizes: dict[str, int]) -> tuple[int, ...]:
