@@ -305,10 +305,7 @@ class Planner:
 
     def _between(self, x: RowRegion, y: RowRegion, state: _State) -> str | None:
         """Some region on a path from one to the other, if any: merging would make a cycle."""
-        made: dict[Node, Region] = {}
-        for region in state.regions:
-            for node in self._makes(region):
-                made[node] = region
+        made = self._makers(state.regions)
         for start, end in ((y, x), (x, y)):
             stack = [r for r in self._sources(start, made) if r is not end and r is not start]
             seen: set[int] = set()
@@ -324,17 +321,26 @@ class Planner:
                         stack.append(source)
         return None
 
+    def _makers(self, regions: list[Region]) -> dict[Node, list[Region]]:
+        """The regions that make a value; the parts of a concatenation may be written by several."""
+        made: dict[Node, list[Region]] = {}
+        for region in regions:
+            for node in self._makes(region):
+                made.setdefault(node, []).append(region)
+        return made
+
     def _makes(self, region: Region) -> list[Node]:
-        if isinstance(region, RowRegion):
-            return [n for r in region.roots for n in (r.node, r.target)]
+        if isinstance(region, RowRegion):  # a store writes its target; its node may be another's
+            return [n for r in region.roots
+                    for n in ([r.target] if r.kind == "store" else [r.node, r.target])]  # fmt: skip
         return region.writes()
 
-    def _sources(self, region: Region, made: dict[Node, Region]) -> list[Region]:
+    def _sources(self, region: Region, made: dict[Node, list[Region]]) -> list[Region]:
         if isinstance(region, RowRegion):
             nodes = [read.node for r in region.roots for read in r.reads]
         else:
             nodes = region.reads(set())
-        found = {id(made[n]): made[n] for n in nodes if n in made and made[n] is not region}
+        found = {id(r): r for n in nodes for r in made.get(n, ()) if r is not region}
         return list(found.values())
 
     def _refuse(self, x: RowRegion, y: RowRegion, state: _State, reason: str) -> None:
@@ -343,10 +349,7 @@ class Planner:
 
     def _ordered(self, regions: list[Region]) -> list[Region]:
         """Topological, earliest first by the graph's own order."""
-        made: dict[Node, Region] = {}
-        for region in regions:
-            for node in self._makes(region):
-                made[node] = region
+        made = self._makers(regions)
         rank = {id(r): max(self.order[n] for n in self._makes(r) if n in self.order)
                 for r in regions}  # fmt: skip
         done: set[int] = set()
