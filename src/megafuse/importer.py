@@ -43,7 +43,9 @@ BACKWARD = "@backward"
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous"}
 _RESHAPES = {"view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "flatten", "_reshape_alias"}
 _FULLS = {"full": None, "zeros": 0, "ones": 1, "full_like": None, "zeros_like": 0, "ones_like": 1,
-          "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None}  # fmt: skip
+          "scalar_tensor": None, "new_zeros": 0, "new_ones": 1, "new_full": None,
+          # what a functionalised in-place operator starts from, and then overwrites
+          "empty_like": 0, "new_empty": 0, "new_empty_strided": 0}  # fmt: skip
 
 
 class Importer:
@@ -313,6 +315,19 @@ class Importer:
         if stop != x.shape[dim]:
             parts.append(self.slice(x, dim, stop, x.shape[dim], origin))
         return self.op_cat(fx_node, origin, parts, dim)
+
+    def op_select_scatter(self, fx_node: Any, origin: Origin, x: Node, y: Node, dim: int,
+                          index: Any) -> Any:  # fmt: skip
+        dim %= len(x.shape)
+        index = as_dim(index + x.shape[dim]) if isinstance(index, int) and index < 0 else index
+        row = self.reshape(y, (*x.shape[:dim], 1, *x.shape[dim + 1 :]), origin)
+        return self.op_slice_scatter(fx_node, origin, x, row, dim, index)
+
+    def op_copy(self, fx_node: Any, origin: Origin, x: Node, source: Node, *_: Any) -> Node:
+        if source.dtype != x.dtype:
+            type = TensorType(source.shape, x.dtype)
+            source = self.emit("cast", (source,), type, origin, written=True)
+        return self.op_expand(fx_node, origin, source)
 
     def _reduce(self, fx_node: Any, op: str, origin: Origin, x: Node, dims: Any) -> Any:
         type = self.type_of(fx_node)
