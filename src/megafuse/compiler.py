@@ -112,8 +112,14 @@ def _reads(backward: Graph | None, primals: int) -> tuple[int, ...]:
 
 
 def _copied(forward: Graph, outputs: int) -> frozenset[int]:
-    bases = [None if o is None else base_of(o) for o in forward.outputs[:outputs]]
-    return frozenset(i for i, b in enumerate(bases) if b is not None and b.op == "input")
+    def is_input(node: Node) -> bool:
+        node = base_of(node)
+        if node.attrs.get("target") == "aten.view.default":
+            return is_input(node.inputs[0])
+        return node.op == "input"
+
+    wanted = enumerate(forward.outputs[:outputs])
+    return frozenset(i for i, o in wanted if o is not None and is_input(o))
 
 
 def _sources(joint: Graph, outputs: int, primals: int) -> list[frozenset[int]]:

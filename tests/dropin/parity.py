@@ -31,7 +31,9 @@ def seeded(make: Callable[[], nn.Module] = Net, seed: int = 0) -> Any:
     return make()
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1, grad: bool = True) -> Tensor:
+def draw(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 1, grad: bool = True
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad)
 

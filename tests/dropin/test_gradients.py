@@ -77,7 +77,10 @@ def test_frozen(frozen: str) -> None:
     wants = [p.requires_grad for p in net.parameters()] + [False, x.requires_grad]
     assert [g is not None for g in outputs] == wants
     written = {n for r in compiled.plan.backward.regions for n in r.writes()}
-    assert not any(n.type.shape == net.lin.weight.shape for n in written) or net.lin.weight.requires_grad
+    assert (
+        not any(n.type.shape == net.lin.weight.shape for n in written)
+        or net.lin.weight.requires_grad
+    )
 
 
 def test_nothing_wants_a_gradient() -> None:

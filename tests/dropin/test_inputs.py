@@ -140,7 +140,11 @@ def test_nested_arguments_and_results() -> None:
     class Nested(nn.Module):
         def forward(self, batch: dict[str, Any], *, scale: float = 1.0) -> dict[str, Any]:
             a, (b, flag) = batch["a"], batch["rest"]
-            return {"out": (torch.tanh(a) * b * scale, None), "n": 3 if flag else 4, "list": [a + b]}
+            return {
+                "out": (torch.tanh(a) * b * scale, None),
+                "n": 3 if flag else 4,
+                "list": [a + b],
+            }
 
     module = Nested()
     fused = megafuse.fuse(module)

@@ -9,10 +9,11 @@ from megafuse.ir import Graph
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
+from megafuse.passes.in_memory import in_memory
 from megafuse.passes.simplify import simplify
 
 Pass = Callable[[Graph], Graph]
-PIPELINE: tuple[Pass, ...] = (dce, simplify, cse, dce)
+PIPELINE: tuple[Pass, ...] = (dce, simplify, cse, dce, in_memory)
 EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
 
 

@@ -96,6 +96,18 @@ class FusedModule(nn.Module):
         else:
             super().__delattr__(name)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self.original[key]
+
+    def __len__(self) -> int:
+        return len(self.original)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.original)
+
+    def __bool__(self) -> bool:
+        return True
+
     def train(self, mode: bool = True) -> FusedModule:
         super().train(mode)
         if isinstance(self.original, nn.Module):
@@ -107,6 +119,12 @@ class FusedModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._module()._load_from_state_dict(*args)
+
+    def get_extra_state(self) -> Any:
+        return self._module().get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        self._module().set_extra_state(state)
 
     def _apply(self, *args: Any, **kwargs: Any) -> FusedModule:
         self._module()._apply(*args, **kwargs)
@@ -259,11 +277,12 @@ class FusedModule(nn.Module):
         if signature not in known:
             if len(known) >= MOST_NUMBERS:
                 names_of = ", ".join(signature.differences(known[-1]))
-                self._tell(
+                reason = (
                     f"once {MOST_NUMBERS} plans have been made for other values of {names_of}: a "
                     "plain number is part of a plan; one that keeps changing belongs in a tensor "
                     "without dimensions, as an argument or a buffer"
                 )
+                self._tell(reason, signature.without_numbers())
                 return None
             known.append(signature)
         needs_grad = [grad and t.requires_grad for t in tensors]
@@ -306,10 +325,10 @@ class FusedModule(nn.Module):
             reason = f"while hooks are registered on {', '.join(paths)}"
         return reason
 
-    def _tell(self, reason: str) -> None:
-        """Say once why calls run the original module."""
-        if reason != eligible.SILENT and reason not in self._told:
-            self._told.add(reason)
+    def _tell(self, reason: str, about: Any = None) -> None:
+        """Say why calls run the original module, once for each reason (or for each `about`)."""
+        if reason != eligible.SILENT and (about or reason) not in self._told:
+            self._told.add(about or reason)
             name = getattr(self.original, "__name__", type(self.original).__name__)
             warnings.warn(f"{name} runs unfused {reason}.", FallbackWarning, stacklevel=2)
 
