@@ -1,7 +1,7 @@
 """Whether code does for a batch of one what it does for larger ones.
 
-A trace takes its batch for 2 or more: at 1, sums over it would vanish from the graph. Code that asks
-(`if x.shape[0] == 1`, `x.squeeze()`) is found by running it without data at both sizes.
+A trace takes its batch for 2 or more: at 1, sums over it would vanish from the graph. Code that
+asks (`if x.shape[0] == 1`, `x.squeeze()`) is found by running it without data at both sizes.
 """
 
 from __future__ import annotations

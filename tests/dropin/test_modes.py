@@ -1,4 +1,4 @@
-"""Modes of the module and of PyTorch: train and eval, dropout, no_grad, inference, autocast, hooks."""
+"""Modes of the module and of PyTorch: train, eval, no_grad, inference, autocast, hooks."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ def test_autocast_around_the_call_is_eagers_and_said_once() -> None:
             agree(net, x, fused=fused)
     assert len(said) == 1
     assert all(torch.equal(g, want) and g.dtype == want.dtype for g in got)
-    for a, b in zip(torch.autograd.grad(got[0].sum(), list(net.parameters())),
-                    torch.autograd.grad(want.sum(), list(net.parameters())), strict=True):  # fmt: skip
+    wanted = list(net.parameters())
+    pairs = zip(*(torch.autograd.grad(o.sum(), wanted) for o in (got[0], want)), strict=True)
+    for a, b in pairs:
         assert torch.equal(a, b)
 
 

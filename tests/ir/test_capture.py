@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megafuse
 from megafuse import workload
-from megafuse.errors import CaptureError, MegafuseError, UnsupportedError
+from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.ir import Node
 
 
