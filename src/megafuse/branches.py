@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from megafuse.provenance import without_logs
+
 Step = tuple[str, tuple[int, ...]]
 
 
@@ -49,7 +51,7 @@ def _steps(
     batch: int,
 ) -> list[Step] | None:
     """None where the code does not run."""
-    with FakeTensorMode(), torch.no_grad():
+    with without_logs(), FakeTensorMode(), torch.no_grad():
         values = [
             torch.empty((batch, *shape[1:]) if lead else shape, dtype=dtype, device="meta")
             for (shape, dtype), lead in zip(types, batched, strict=True)

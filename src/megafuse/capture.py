@@ -9,7 +9,6 @@ those sizes (guards) is returned with the graph.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.importer import FOREIGN_TENSOR, Importer
 from megafuse.ir import Dim, Graph, Node, as_dim, product
 from megafuse.layouts import Layouts, contiguous, from_memory, to_memory
-from megafuse.provenance import HIDDEN, Provenance, preserved_meta
+from megafuse.provenance import HIDDEN, Provenance, preserved_meta, without_logs
 
 
 @dataclass
@@ -181,19 +180,17 @@ def capture(
                 primals = [t.detach() for t in primals]
             return make_fx(f, table, "real", _allow_non_fake_inputs=True)(primals, tangents)
 
-    quiet = logging.getLogger("torch._subclasses.fake_tensor")
-    level = quiet.level
-    quiet.setLevel(logging.CRITICAL)  # what fails is told in one named error, not in pages
     try:
-        table = decompositions.table()
-        traced = run(joint, table)
-        written: tuple[int, ...] = ()
-        if _mutates(traced):
-            traced = run(_functional(traced), table)
-            buffers = {i for i, t in enumerate(tensors)
-                       if parameters[i] and not isinstance(t, nn.Parameter)}  # fmt: skip
-            written = _take_writes(traced, buffers)
-        _refuse_input_mutation(traced)
+        with without_logs():
+            table = decompositions.table()
+            traced = run(joint, table)
+            written: tuple[int, ...] = ()
+            if _mutates(traced):
+                traced = run(_functional(traced), table)
+                buffers = {i for i, t in enumerate(tensors)
+                           if parameters[i] and not isinstance(t, nn.Parameter)}  # fmt: skip
+                written = _take_writes(traced, buffers)
+            _refuse_input_mutation(traced)
     except UnsupportedError:
         raise
     except Exception as error:
@@ -203,8 +200,6 @@ def capture(
                 "megafuse never does. Use the out-of-place form (inplace=False)."
             ) from error
         raise CaptureError(_explain(error)) from error
-    finally:
-        quiet.setLevel(level)
 
     found: Layouts = structure["layouts"]
     outer = Importer(env, {}).run(traced, len(tensors))

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from megafuse.errors import UnsupportedError
+from megafuse.provenance import without_logs
 
 Order = tuple[int, ...] | None
 """Extents of a tensor as they lie in memory, outermost first; None where they lie as written."""
@@ -96,7 +97,7 @@ def probe(
     Raises UnsupportedError as `function` does.
     """
     strides = [strides_of(t) for t in tensors]
-    with FakeTensorMode(), torch.enable_grad():
+    with without_logs(), FakeTensorMode(), torch.enable_grad():
         primals = [
             _like(t, laid, lead).requires_grad_(wants)
             for t, laid, wants, lead in zip(tensors, strides, needs_grad, batched, strict=True)

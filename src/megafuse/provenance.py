@@ -7,6 +7,7 @@ through autograd's sequence numbers. `importer.Importer.origin` reads the tags.
 from __future__ import annotations
 
 import bisect
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -119,3 +120,15 @@ def preserved_meta() -> Iterator[None]:
         finally:
             fx_traceback.current_meta.clear()
             fx_traceback.current_meta.update(before)
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """What fails while tracing is told in one named error, not in pages."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

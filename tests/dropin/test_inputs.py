@@ -76,6 +76,7 @@ def test_an_empty_batch() -> None:
 BRANCHES: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda x: x * 2 if x.shape[0] == 1 else x + 1,
     "squeeze": lambda x: x.squeeze() * 2,
+    "broadcast": lambda x: x + torch.tanh(x[:1]).expand(2, 6) if len(x) < 3 else x * 2,
     "len": lambda x: x.exp() if len(x) > 2 else x.tanh(),
 }
 

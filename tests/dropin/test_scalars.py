@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import megafuse
 from megafuse.errors import FallbackWarning
-from megafuse.runtime.module import MOST_NUMBERS
+from megafuse.runtime.plans import MOST_NUMBERS
 
 
 def scaled(x: Tensor, by: Any = 1.0, *, mode: str = "plain", flag: bool = False) -> Tensor:
