@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from parity import draw, seeded
+from parity import agree, draw, seeded
 from support import assert_close_to_float64, step, upstream_for
 from torch import Tensor, nn
 
@@ -88,3 +88,15 @@ def test_subnormal_and_huge_values_through_pointwise_code() -> None:
     x = torch.tensor([[1e-40, -1e-45, 3e38, -3e38, 1e30, 0.0, -0.0, 1.0]] * 3)
     for code in (lambda x: x * 0.5, lambda x: torch.tanh(x), lambda x: x.relu() + x, torch.sigmoid):
         assert torch.equal(megafuse.fuse(code)(x), code(x))
+
+
+@pytest.mark.parametrize("dims", [(1,), (0,), (0, 1)], ids=str)
+def test_gradients_of_a_maximum_find_where_it_is(dims: tuple[int, ...]) -> None:
+    """The gradient asks where a value equals its maximum: never of a value computed anew."""
+
+    def code(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.exp(torch.tanh(x)) * w + 0.3 * x
+        return h.amax(dims), (h / (w.abs() + 0.5)).amin(dims, keepdim=True)
+
+    for batch in (1, 5):
+        agree(code, draw(batch, WIDTH), draw(WIDTH, seed=2))

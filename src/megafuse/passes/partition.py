@@ -94,6 +94,7 @@ def _choose(
             if node.op == "matmul" and node in tainted:
                 kept |= {base_of(i) for i in node.inputs if i not in tainted} & written
 
+    kept |= _compared_with_their_extreme(joint)
     flow = nx.DiGraph()
     unlimited = float("inf")
     for node in joint.nodes:
@@ -117,6 +118,21 @@ def _choose(
     # Of equal cuts networkx returns the one nearest the sink: rstd rather than the raw sum.
     _, (before, _) = nx.minimum_cut(flow, "forward", "backward")
     return [n for n in joint.nodes if (n, "in") in before and (n, "out") not in before]
+
+
+def _compared_with_their_extreme(joint: Graph) -> set[Node]:
+    """Values that are asked where they equal their own maximum or minimum, as its gradient does.
+    Computed a second time they might differ in the last bit, and equal it nowhere."""
+    found = set()
+    for node in joint.nodes:
+        if node.op in ("eq", "ne") and len(node.inputs) == 2:
+            for value, extreme in (node.inputs, node.inputs[::-1]):
+                extreme = base_of(extreme)
+                name = extreme.attrs.get("target", extreme.op).removeprefix("aten.").split(".")[0]
+                of = [base_of(i) for i in extreme.inputs]
+                if name in ("amax", "amin") and base_of(value) in of:
+                    found.add(base_of(value))
+    return found
 
 
 class _Extract(Rewriter):
