@@ -196,13 +196,13 @@ class FusedModule(nn.Module):
         if eligible.around_the_call(inputs[0].device.type) is not None:
             return None
         own: Values = []
-        state: tuple[Any, ...] = ()
+        state: tuple[Slots, int] | None = None
         if isinstance(self.original, nn.Module):
             if self._slots is None or not self._slots.current():
                 self.__dict__["_slots"] = Slots(self.original)
             if self._slots.hooked():
                 return None
-            own, state = self._slots.tensors(), self._slots.state()
+            own, state = self._slots.tensors(), (self._slots, self._slots.state())
         described += [(t.shape, t.stride(), t.dtype, t.requires_grad, t.device) for t in own]
         key = (tuple(described), tuple(kwargs), len(args), state, torch.is_grad_enabled(),
                torch.is_inference_mode_enabled())  # fmt: skip

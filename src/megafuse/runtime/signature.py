@@ -6,6 +6,7 @@ such as an epsilon.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -178,6 +179,9 @@ class Slots:
         self._hooks = [s[h] for s in owners for h in _HOOKS if h in s]
         counted = [s for m in module.modules() for s in (m._parameters, m._buffers, m._modules)]
         self._counts = [(store, len(store)) for store in (*counted, *stores)]
+        self._values: list[Any] = []
+        self._settled, self._state = False, 0
+        self._states: dict[Any, int] = {}
 
     def current(self) -> bool:
         return (
@@ -192,9 +196,22 @@ class Slots:
     def hooked(self) -> bool:
         return any(self._hooks)
 
-    def state(self) -> tuple[Any, ...]:
-        """As `state_of`, without names."""
-        return tuple([freeze(store.get(name)) for store, name in self._attributes])
+    def state(self) -> int:
+        """Stands for what `state_of` tells: equal numbers mean equal states."""
+        values = [store.get(name) for store, name in self._attributes]
+        if self._settled and all(map(operator.is_, values, self._values)):
+            return self._state
+        self._values = values
+        self._settled = all(map(_is_settled, values))
+        self._state = self._states.setdefault(tuple(map(freeze, values)), len(self._states))
+        return self._state
+
+
+def _is_settled(value: Any) -> bool:
+    """Whether freezing the same object again gives the same."""
+    if isinstance(value, tuple):
+        return all(map(_is_settled, value))
+    return not isinstance(value, (list, dict))
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
