@@ -31,7 +31,7 @@ def observer(options: Options) -> Observe:
 
     def write(name: str, text: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
     return write
 
@@ -134,4 +134,6 @@ def write_sources(options: Options, plan: GraphPlan, suffix: str, kernels: list[
     folder: Path = folders[-1] if folders else options.dump
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in kernels:
-        (folder / f"{kernel.name.removeprefix('mf_')}.{suffix}").write_text(kernel.source)
+        (folder / f"{kernel.name.removeprefix('mf_')}.{suffix}").write_text(
+            kernel.source, encoding="utf-8"
+        )

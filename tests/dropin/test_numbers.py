@@ -51,7 +51,9 @@ def test_what_is_not_finite_stays_in_its_sample(fused: FusedModule, bad: float) 
     for a, b, c in zip(got, clean, want, strict=True):
         assert a is not None and b is not None and c is not None
         assert torch.equal(a[rows], b[rows])
-        assert torch.equal(a.isfinite(), c.isfinite())
+        # Of huge values eager may overflow where double arithmetic does not.
+        assert bool((a.isfinite() >= c.isfinite()).all() if bad == 3e38 else
+                    (a.isfinite() == c.isfinite()).all())  # fmt: skip
     assert bad == 3e38 or not got[0][2].isfinite().all()  # type: ignore[index]
 
 

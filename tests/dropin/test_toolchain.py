@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import locale
 import multiprocessing
 import os
 import warnings
@@ -12,7 +13,7 @@ import torch
 from parity import agree, draw, seeded
 
 import megafuse
-from megafuse.errors import ToolchainError
+from megafuse.errors import BuildError, ToolchainError
 from megafuse.runtime import cache
 
 
@@ -92,3 +93,21 @@ def test_a_missing_compiler_names_the_package(
         fused(x)
     monkeypatch.setenv("PATH", os.defpath)
     agree(fused.original, x, fused=fused)  # installed meanwhile
+
+
+def test_compilers_words_are_read_in_any_locale(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some libraries set the process's locale to C; compilers go on quoting in UTF-8."""
+    compiler = tmp_path / "compiler"
+    quoted = r"\342\200\230nonsense\342\200\231"
+    compiler.write_text(f"#!/bin/sh\nprintf '{quoted}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    before = locale.setlocale(locale.LC_ALL)
+    try:
+        locale.setlocale(locale.LC_ALL, "C")
+        with pytest.raises(BuildError, match="‘nonsense’"):
+            megafuse.fuse(torch.tanh)(draw(4, 6))
+    finally:
+        locale.setlocale(locale.LC_ALL, before)

@@ -29,7 +29,7 @@ def test_every_stage_is_written(folder: Path) -> None:
     names = sorted(p.name for p in folder.iterdir() if p.name[:2].isdigit())
     stages = [name.split("-", 1)[1] for name in names if name.endswith(".py")]
     assert stages[:5] == ["capture.py", "dce.py", "simplify.py", "cse.py", "dce.py"]
-    assert stages[5:] == ["partition.py", "partition.py"]
+    assert stages[5:] == ["in_memory.py", "partition.py", "partition.py"]
     for path in folder.rglob("*"):
         assert path.is_dir() or path.stat().st_size > 0, path
     text = (folder / names[0]).read_text()

@@ -15,9 +15,9 @@ Header = Literal["host.h", "cuda.cuh"]
 @cache
 def header(name: Header) -> str:
     """The header as one text, its own includes written out."""
-    text = (_TILE / name).read_text()
+    text = (_TILE / name).read_text(encoding="utf-8")
     for part in ("common.h", "ptx.cuh"):
-        text = text.replace(f'#include "{part}"\n', (_TILE / part).read_text())
+        text = text.replace(f'#include "{part}"\n', (_TILE / part).read_text(encoding="utf-8"))
     return text
 
 
