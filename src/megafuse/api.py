@@ -31,7 +31,8 @@ def fuse(
     example_inputs, example_kwargs: one call's arguments; with any given, the plan for such a call
         is made (not compiled) now, so that what cannot be captured raises here. Other dtypes,
         shapes and requires_grad patterns get their own plan at their first call; the leading
-        (batch) dimension may change freely.
+        (batch) dimension may change freely. Calls that only PyTorch can serve run `target`, with
+        one FallbackWarning for each reason.
     options: see `Options`.
 
     Raises CaptureError or UnsupportedError, naming the user's line; InputError for what is neither

@@ -9,18 +9,12 @@ those sizes (guards) is returned with the graph.
 
 from __future__ import annotations
 
-import bisect
-import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,28 +23,17 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megafuse import decompositions
-from megafuse.attention import is_attention, kept_whole, whole_attention
+from megafuse.attention import kept_whole
 from megafuse.blame import raised_by_user, users_line
 from megafuse.eager import Operator, operators
 from megafuse.errors import CaptureError, UnsupportedError
-from megafuse.exported import recorded_place
-from megafuse.importer import BACKWARD, CAST, FOREIGN_TENSOR, Importer
-from megafuse.ir import Graph
-
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
-_EXAMPLES = str(Path(__file__).parent / "zoo")
-
-
-def _inner(filename: str) -> bool:
-    """Whether a frame belongs to megafuse or PyTorch rather than to the code that is fused."""
-    inside = filename.startswith((_OWN, _TORCH, "<"))
-    return inside and not filename.startswith(_EXAMPLES)
-
+from megafuse.importer import FOREIGN_TENSOR, Importer
+from megafuse.ir import Graph, Node
+from megafuse.layouts import Layouts, contiguous, from_memory, to_memory
+from megafuse.provenance import Provenance, preserved_meta, without_logs
 
 
 @dataclass
@@ -58,20 +41,28 @@ class Captured:
     """One traced call.
 
     graph: inputs are the flat tensors of the call followed by one upstream gradient for each
-        differentiable output; outputs are the call's tensors followed by one gradient (or None)
-        for each flat tensor.
+        differentiable output; outputs are the call's tensors, the new values of buffers it writes,
+        and one gradient (or None) for each flat tensor. Upstream gradients, outputs and gradients
+        have their extents in the order of `layouts`.
     outputs: how many of the graph's outputs belong to the forward pass.
     differentiable: which forward outputs have an upstream gradient, in order.
+    written: flat tensors (buffers) whose new values are the last of the forward outputs.
+    views: computes the outputs that share memory with an input, as views of it; None without any.
+    detached: which of those have no gradient.
     guards: relations between run-time sizes that the trace assumed.
-    rebuild: puts a list of output tensors back into the structure the function returned.
+    rebuild: (forward outputs, views) in the structure the function returned.
     eager: what PyTorch runs for the same call one operator at a time; traced on demand.
     """
 
     graph: Graph
     outputs: int
     differentiable: tuple[int, ...]
+    written: tuple[int, ...]
+    views: Graph | None
+    detached: tuple[bool, ...]
+    layouts: Layouts
     guards: tuple[sympy.Basic, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    rebuild: Callable[[Sequence[Any], Sequence[Any]], Any]
     eager: Callable[[], list[Operator]]
 
     def accepts(self, sizes: dict[str, int]) -> bool:
@@ -79,90 +70,6 @@ class Captured:
         return all(
             g.subs({s: sizes[s.name] for s in g.free_symbols}) == sympy.true for g in self.guards
         )
-
-
-_CASTS = {"to", "_to_copy", "bfloat16", "half", "float", "type", "type_as"}
-
-
-class DataDependentError(RuntimeError):
-    """Traced code asked for a tensor's values."""
-
-
-class _Provenance(TorchFunctionMode):
-    """Tags every traced node with the user's line and module path."""
-
-    def __init__(self, module: nn.Module | None, device: torch.device) -> None:
-        super().__init__()
-        self.unbound: list[Any] = []  # sizes that only tensor values tell, as ShapeEnv meets them
-        self.device = device
-        self.paths: list[str] = [""]
-        self.places: dict[int, str] = {}
-        self.handles: list[Any] = []
-        if module is not None:
-            for path, child in module.named_modules():
-                self.handles.append(child.register_forward_pre_hook(self._enter(path)))
-                self.handles.append(child.register_forward_hook(self._leave, always_call=True))
-
-    def _enter(self, path: str) -> Callable[..., None]:
-        return lambda *_: self.paths.append(path)
-
-    def _leave(self, *_: Any) -> None:
-        self.paths.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._assert_tensor_metadata.default:
-            return None  # exported programs assert a device, and meta is none of the user's
-        frame, place = sys._getframe(1), None
-        while frame is not None and _inner(frame.f_code.co_filename):
-            place = recorded_place(frame) if place is None else place
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is not None:
-            cast = f"|{CAST}" if getattr(func, "__name__", "").split(".")[0] in _CASTS else ""
-            if place is None:
-                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            tag = f"{place}|{self.paths[-1]}{cast}"
-            _set_tag(tag)
-        result = None
-        if is_attention(func):
-            result = whole_attention(self.device, *args, **(kwargs or {}))
-        if result is None:
-            result = func(*args, **(kwargs or {}))
-        if self.unbound:
-            name = getattr(func, "__name__", str(func))
-            raise DataDependentError(f"{name} makes a number or a size out of tensor values")
-        if frame is not None:
-            for value in tree_flatten(result)[0]:
-                if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                    self.places[value.grad_fn._sequence_nr()] = tag
-        return result
-
-    def follow_backward(self, roots: Sequence[torch.Tensor]) -> None:
-        """Make every backward node traced from now on carry its forward operator's tag.
-
-        Autograd numbers its nodes in forward order; a node inside a composite operator belongs to
-        the next tag at or after its number.
-        """
-        numbers = sorted(self.places)
-        stack = [t.grad_fn for t in roots]
-        seen = set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            stack.extend(following for following, _ in node.next_functions)
-            at = bisect.bisect_left(numbers, node._sequence_nr())
-            tag = self.places[numbers[at]] if at < len(numbers) else "|"
-            node.register_prehook(lambda _, tag=tag: _set_tag(f"{BACKWARD}|{tag}"))
-        _set_tag(f"{BACKWARD}||")
-
-    def close(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
-def _set_tag(tag: str) -> None:
-    fx_traceback.current_meta["stack_trace"] = tag
 
 
 def batch_size(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> int | None:
@@ -173,6 +80,13 @@ def batch_size(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> i
     return None
 
 
+def batched(tensors: Sequence[torch.Tensor], parameters: Sequence[bool]) -> list[bool]:
+    """Which tensors have the batch as their leading extent."""
+    batch = batch_size(tensors, parameters)
+    return [not own and t.dim() > 0 and t.shape[0] == batch
+            for t, own in zip(tensors, parameters, strict=True)]  # fmt: skip
+
+
 def capture(
     function: Callable[[Sequence[torch.Tensor]], Any],
     tensors: Sequence[torch.Tensor],
@@ -180,6 +94,7 @@ def capture(
     needs_grad: Sequence[bool],
     module: nn.Module | None = None,
     dynamic: bool = True,
+    layouts: Layouts | None = None,
 ) -> Captured:
     """Trace `function(tensors)` and its gradients.
 
@@ -187,22 +102,25 @@ def capture(
     parameters: which of them are parameters or buffers (static shapes).
     needs_grad: which of them get a gradient.
     dynamic: whether leading dimensions of the other inputs become run-time sizes.
+    layouts: eager's; contiguous by default.
 
     Raises CaptureError when the code cannot be traced (data-dependent control flow, an operator
-    without a meta kernel, ...), UnsupportedError when it writes to its inputs.
+    without a meta kernel, ...), UnsupportedError when it writes to its inputs or opens autocast.
     """
     env = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    batch = batch_size(tensors, parameters)
     fakes = []
-    for tensor, is_parameter, wants in zip(tensors, parameters, needs_grad, strict=True):
+    leading = batched(tensors, parameters)
+    for tensor, run_time, wants in zip(tensors, leading, needs_grad, strict=True):
         shape = list(tensor.shape)
-        run_time = dynamic and not is_parameter and tensor.dim() > 0 and shape[0] == batch
+        run_time &= dynamic
         if run_time:
             shape[0] = max(2, shape[0])  # an extent of 1 would be traced as a constant
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        sizes = [DimDynamic.DYNAMIC if run_time and i == 0 else DimDynamic.STATIC
-                 for i in range(len(shape))]
+        sizes = [
+            DimDynamic.DYNAMIC if run_time and i == 0 else DimDynamic.STATIC
+            for i in range(len(shape))
+        ]
         with mode:
             fake = mode.from_tensor(
                 meta, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes)
@@ -212,25 +130,24 @@ def capture(
     structure: dict[str, Any] = {}
     wanted = [i for i, wants in enumerate(needs_grad) if wants]
 
-    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> tuple[Any, Any]:
+    def joint(primals: list[torch.Tensor], tangents: list[torch.Tensor]) -> Any:
         outputs = _forward(primals)
-        if not wanted or not structure["differentiable"]:
-            return outputs, [None] * len(primals)
-        roots = [outputs[i] for i in structure["differentiable"]]
-        structure["provenance"].follow_backward(roots)
-        grads = torch.autograd.grad(
-            roots,
-            [primals[i] for i in wanted],
-            tangents,
-            allow_unused=True,
-        )
         spread: list[Any] = [None] * len(primals)
-        for i, grad in zip(wanted, grads, strict=True):
-            spread[i] = grad
-        return outputs, spread
+        if wanted and structure["differentiable"]:
+            own = [o for o, view in zip(outputs, structure["layouts"].views) if not view]
+            roots = [own[i] for i in structure["differentiable"]]
+            structure["provenance"].follow_backward(roots)
+            orders = [structure["layouts"].orders[i] for i in structure["differentiable"]]
+            upstream = [from_memory(t, o) for t, o in zip(tangents, orders, strict=True)]
+            grads = torch.autograd.grad(
+                roots, [primals[i] for i in wanted], upstream, allow_unused=True
+            )
+            for i, grad in zip(wanted, grads, strict=True):
+                spread[i] = grad
+        return _in_memory(outputs, spread, structure["layouts"])
 
-    def _forward(primals: list[torch.Tensor]) -> list[Any]:
-        structure["provenance"] = provenance = _Provenance(module, tensors[0].device)
+    def _forward(primals: list[torch.Tensor]) -> list[torch.Tensor]:
+        structure["provenance"] = provenance = Provenance(module, tensors[0].device)
         provenance.unbound = getattr(env, "pending_fresh_unbacked_symbols", [])
         try:
             with provenance, kept_whole(tensors[0].device):
@@ -241,75 +158,100 @@ def capture(
         where = [i for i, v in enumerate(flat) if isinstance(v, torch.Tensor)]
         constants = {i: v for i, v in enumerate(flat) if i not in where}
         outputs = [flat[i] for i in where]
-        structure["outputs"] = len(outputs)
-        structure["rebuild"] = _rebuilder(spec, where, constants)
-        structure["differentiable"] = tuple(i for i, t in enumerate(outputs) if t.requires_grad)
+        found = layouts or contiguous(len(outputs), len(tensors))
+        if len(found.outputs) != len(outputs):
+            raise CaptureError("the code returns another number of tensors each time it runs.")
+        own = [i for i, view in zip(where, found.views, strict=True) if not view]
+        structure["layouts"] = found
+        structure["rebuild"] = _rebuilder(spec, own, [i for i in where if i not in own], constants)
+        structure["differentiable"] = tuple(k for k, i in enumerate(own) if flat[i].requires_grad)
+        structure["detached"] = tuple(
+            not o.requires_grad for o, view in zip(outputs, found.views, strict=True) if view
+        )
         return outputs
 
     def run(f: Callable[..., Any], table: dict[Any, Any]) -> torch.fx.GraphModule:
-        with mode, _preserved_meta(), torch.enable_grad():
+        with mode, preserved_meta(), torch.enable_grad():
             outputs = _forward(list(fakes))  # once outside the trace, for the outputs' metadata
+            own, _, _ = _in_memory(outputs, [], structure["layouts"])
             tangents = [
-                torch.empty_like(outputs[i], device="meta").detach()
+                torch.empty(own[i].shape, dtype=own[i].dtype, device="meta")
                 for i in structure["differentiable"]
             ]
             primals = [t.detach().requires_grad_(t.requires_grad) for t in fakes]
             if f is not joint:  # gradients are in the graph already
                 primals = [t.detach() for t in primals]
-            return make_fx(
-                f, table, "real", _allow_non_fake_inputs=True
-            )(primals, tangents)
+            return make_fx(f, table, "real", _allow_non_fake_inputs=True)(primals, tangents)
 
-    quiet = logging.getLogger("torch._subclasses.fake_tensor")
-    level = quiet.level
-    quiet.setLevel(logging.CRITICAL)  # what fails is told in one named error, not in pages
     try:
-        table = decompositions.table()
-        traced = run(joint, table)
-        if _mutates(traced):
-            traced = run(_functional(traced), table)
-        _refuse_input_mutation(traced)
+        with without_logs():
+            table = decompositions.table()
+            traced = run(joint, table)
+            written: tuple[int, ...] = ()
+            if _mutates(traced):
+                traced = run(_functional(traced), table)
+                buffers = {i for i, t in enumerate(tensors)
+                           if parameters[i] and not isinstance(t, nn.Parameter)}  # fmt: skip
+                written = _take_writes(traced, buffers)
+            _refuse_input_mutation(traced)
     except UnsupportedError:
         raise
     except Exception as error:
         if "in-place operation" in str(error):
             raise UnsupportedError(
                 f"{_explain(error)} The module writes in place to a tensor the caller owns; "
-                "megafuse never does. Use the out-of-place form (inplace=False); a BatchNorm in "
-                "training updates its buffers, so call .eval() on it or leave it outside."
+                "megafuse never does. Use the out-of-place form (inplace=False)."
             ) from error
         failure = CaptureError(_explain(error))
         failure.own = error if _of_the_users(error) else None
         raise failure from error
-    finally:
-        quiet.setLevel(level)
 
+    found: Layouts = structure["layouts"]
     outer = Importer(env, {}).run(traced, len(tensors))
     guards = tuple(_guards(env, outer.names))
+    results, grads = len(found.orders), len(found.orders) + len(tensors)
+    seen = grads + sum(found.views)
+    flat = outer.graph.outputs
+    graph = Graph(outer.graph.inputs, outer.graph.nodes,
+                  [*flat[:results], *flat[seen:], *flat[results:grads]])  # fmt: skip
+    views = _views(graph, len(tensors), flat[grads:seen]) if seen > grads else None
 
     def eager() -> list[Operator]:
         return operators(run(joint, {}), len(tensors), outer.dim, outer.origin)
 
     return Captured(
-        outer.graph, structure["outputs"], structure["differentiable"], guards,
+        graph, results + len(written), structure["differentiable"], written, views,
+        structure["detached"], found, guards,
         structure["rebuild"], eager,
     )  # fmt: skip
 
 
-@contextmanager
-def _preserved_meta() -> Iterator[None]:
-    with fx_traceback.preserve_node_meta():
-        before = dict(fx_traceback.current_meta)
-        try:
-            yield
-        finally:
-            fx_traceback.current_meta.clear()
-            fx_traceback.current_meta.update(before)
+def _in_memory(
+    outputs: Sequence[Any], grads: Sequence[Any], layouts: Layouts
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Outputs and gradients with their extents in the order they have in memory; then the outputs
+    that share memory with an input, as they are."""
+    own = [o for o, view in zip(outputs, layouts.views, strict=True) if not view]
+    views = [o for o, view in zip(outputs, layouts.views, strict=True) if view]
+    return (
+        [to_memory(o, order) for o, order in zip(own, layouts.orders, strict=True)],
+        [None if g is None else to_memory(g, o) for g, o in zip(grads, layouts.gradients)],
+        views,
+    )
 
 
-def _rebuilder(spec: Any, where: list[int], constants: dict[int, Any]) -> Callable[..., Any]:
-    def rebuild(tensors: Sequence[Any]) -> Any:
-        flat = dict(constants) | dict(zip(where, tensors, strict=True))
+def _views(graph: Graph, primals: int, outputs: Sequence[Node | None]) -> Graph:
+    """The part of `graph` that computes `outputs`, which look at the flat tensors only."""
+    inputs = graph.inputs[:primals]
+    live = Graph(inputs, graph.nodes, list(outputs)).live()
+    return Graph(inputs, [n for n in graph.nodes if n in live or n in inputs], list(outputs))
+
+
+def _rebuilder(
+    spec: Any, own: list[int], views: list[int], constants: dict[int, Any]
+) -> Callable[..., Any]:
+    def rebuild(outputs: Sequence[Any], seen: Sequence[Any]) -> Any:
+        flat = constants | dict(zip(own, outputs)) | dict(zip(views, seen, strict=True))
         return tree_unflatten([flat[i] for i in sorted(flat)], spec)
 
     return rebuild
@@ -331,6 +273,25 @@ def _mutates(traced: torch.fx.GraphModule) -> bool:
     )
 
 
+def _take_writes(traced: torch.fx.GraphModule, buffers: set[int]) -> tuple[int, ...]:
+    """Turn the last write to each of `buffers` (positions among the inputs) into one more output;
+    returns their positions."""
+    places = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    (result,) = (n for n in traced.graph.nodes if n.op == "output")
+    written: list[int] = []
+    values = []
+    for node in list(traced.graph.nodes):
+        if node.target is not torch.ops.aten.copy_.default or node.args[0] not in places:
+            continue
+        index = places.index(node.args[0])
+        if index in buffers and not node.users:
+            written.append(index)
+            values.append(node.args[1])
+            traced.graph.erase_node(node)
+    result.args = ([*result.args[0], *values],)
+    return tuple(written)
+
+
 def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
     for node in traced.graph.nodes:
         if not (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
@@ -338,8 +299,8 @@ def _refuse_input_mutation(traced: torch.fx.GraphModule) -> None:
         raise UnsupportedError(
             f"{node.target} writes in place to a tensor the caller can see "
             f"({_place(node)}); megafuse never writes to its "
-            "inputs. Use the out-of-place form, or keep this module outside the fused one "
-            "(a BatchNorm in training updates its buffers: call .eval() on it)."
+            "inputs. Use the out-of-place form, register what the module updates as a buffer, or "
+            "keep this module outside the fused one."
         )
 
 

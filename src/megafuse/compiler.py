@@ -12,11 +12,13 @@ from torch import nn
 from megafuse import dump, passes
 from megafuse.capture import Captured, batch_size, capture
 from megafuse.config import Options
-from megafuse.errors import CaptureError
+from megafuse.errors import CaptureError, InvariantError
 from megafuse.fusion.plan import GraphPlan
 from megafuse.fusion.planner import Planner
+from megafuse.invariants import check_graph
 from megafuse.ir import Graph, Node
-from megafuse.passes.partition import Split, partition
+from megafuse.layouts import Layouts
+from megafuse.passes.partition import Split, base_of, partition
 
 Observe = Callable[[str, str], None]
 
@@ -25,7 +27,8 @@ Observe = Callable[[str, str], None]
 class Plan:
     """Both directions of one captured call. joint: the graph after the passes; hints: the run-time
     sizes of the call it was made for; sources: for each flat tensor, which upstream gradients its
-    own gradient comes from."""
+    own gradient comes from; reads: the flat tensors that backward reads; copied: the forward
+    outputs that are an input as it is, which eager copies."""
 
     captured: Captured
     joint: Graph
@@ -34,6 +37,8 @@ class Plan:
     backward: GraphPlan | None
     hints: dict[str, int]
     sources: list[frozenset[int]]
+    reads: tuple[int, ...]
+    copied: frozenset[int]
 
     def sizes_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, int]:
         """The run-time sizes of a call, read off its flat tensors."""
@@ -52,21 +57,25 @@ def make_plan(
     options: Options,
     observe: Observe = lambda name, text: None,
     epilogues: bool = False,
+    layouts: Layouts | None = None,
+    dynamic: bool = True,
 ) -> Plan:
     """Plan `function(tensors)` with its gradients; see `capture` for the arguments.
 
     observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. epilogues: whether products can
-    add bias and residual before they store. Raises CaptureError,
-    UnsupportedError, and what the user's own code raises.
+    add bias and residual before they store. layouts: eager's, from `layouts.probe`.
+    dynamic: whether the batch is a run-time size.
+    Raises CaptureError, UnsupportedError, and what the user's own code raises.
     """
     try:
         try:
-            captured = capture(function, tensors, parameters, needs_grad, module)
-        except CaptureError:
-            if batch_size(tensors, parameters) is None:
+            captured = capture(function, tensors, parameters, needs_grad, module, dynamic, layouts)
+            check_graph(captured.graph)
+        except (CaptureError, InvariantError):
+            if not dynamic or batch_size(tensors, parameters) is None:
                 raise
             # The code may need to know its batch size; then the plan is for that size only.
-            captured = capture(function, tensors, parameters, needs_grad, module, dynamic=False)
+            captured = capture(function, tensors, parameters, needs_grad, module, False, layouts)
     except CaptureError as error:
         if error.own is not None:
             raise error.own from None
@@ -96,7 +105,27 @@ def make_plan(
     observe("repro.py", dump.repro(joint, captured.outputs, len(tensors), list(needs_grad), hints,
                                    options))  # fmt: skip
     sources = _sources(joint, captured.outputs, len(tensors))
-    return Plan(captured, joint, split, forward, backward, hints, sources)
+    reads = _reads(split.backward, len(tensors))
+    copied = _copied(split.forward, captured.outputs)
+    return Plan(captured, joint, split, forward, backward, hints, sources, reads, copied)
+
+
+def _reads(backward: Graph | None, primals: int) -> tuple[int, ...]:
+    if backward is None:
+        return ()
+    live = backward.live()
+    return tuple(i for i, node in enumerate(backward.inputs[:primals]) if node in live)
+
+
+def _copied(forward: Graph, outputs: int) -> frozenset[int]:
+    def is_input(node: Node) -> bool:
+        node = base_of(node)
+        if node.attrs.get("target") == "aten.view.default":
+            return is_input(node.inputs[0])
+        return node.op == "input"
+
+    wanted = enumerate(forward.outputs[:outputs])
+    return frozenset(i for i, o in wanted if o is not None and is_input(o))
 
 
 def _sources(joint: Graph, outputs: int, primals: int) -> list[frozenset[int]]:

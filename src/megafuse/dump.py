@@ -36,7 +36,7 @@ def observer(options: Options) -> Observe:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise OutputError(
             f"MEGAFUSE_DUMP: {path} cannot be written ({error.strerror or error}); name a folder "

@@ -49,3 +49,7 @@ class OptionError(MegafuseError, ValueError):
 
 class OutputError(MegafuseError):
     """A file or folder that the caller asked to be written cannot be; the message names it."""
+
+
+class FallbackWarning(UserWarning):
+    """A call runs the original module, because only PyTorch itself can serve it."""

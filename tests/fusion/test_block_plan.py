@@ -260,3 +260,16 @@ def test_min_memory_has_a_plan_of_its_own() -> None:
     plan = plan_of(case.module, *case.args, options=Options(memory="min"))
     assert kinds(plan)[0] == FORWARD
     assert sorted(kinds(plan)[1]).count("matmul") == 4
+
+
+def test_a_sum_kept_apart_for_rows_inside_a_group_stays_out_of_it() -> None:
+    """`x * y` summed over a group's own rows, beside a stage that sums what the group makes."""
+
+    def code(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = torch.where(y < 0, 0.0, x).sum(3)
+        return s.sum(0), (x * y).sum(1), s
+
+    x, y = torch.randn(3, 8, 8, 4), torch.randn(3, 8, 8, 4)
+    for got, want in zip(megafuse.fuse(code)(x, y), code(x, y), strict=True):
+        torch.testing.assert_close(got, want)
+    assert kinds(plan_of(code, x, y)) == (["group", "rows"], [])

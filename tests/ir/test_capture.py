@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megafuse
 from megafuse import workload
-from megafuse.errors import CaptureError, MegafuseError, UnsupportedError
+from megafuse.errors import CaptureError, UnsupportedError
 from megafuse.ir import Node
 
 
@@ -113,12 +113,16 @@ def test_in_place_on_an_input_is_refused() -> None:
     assert torch.equal(x, kept)
 
 
-def test_in_place_on_a_buffer_is_refused_and_changes_nothing() -> None:
+def test_buffers_written_in_place_are_outputs_of_the_plan() -> None:
     norm = nn.BatchNorm1d(4)
     before = {k: v.clone() for k, v in norm.state_dict().items()}
-    with pytest.raises(MegafuseError, match="in place"):
-        megafuse.fuse(norm, torch.randn(3, 4))
-    for name, value in norm.state_dict().items():
+    captured = plan_of(norm, torch.randn(3, 4)).captured
+    names = [n for n, _ in (*norm.named_parameters(), *norm.named_buffers())]
+    assert {names[i] for i in captured.written} == {
+        "running_mean", "running_var", "num_batches_tracked",
+    }  # fmt: skip
+    assert captured.outputs == 4 and captured.differentiable == (0,)
+    for name, value in norm.state_dict().items():  # tracing writes nothing
         assert torch.equal(value, before[name])
 
 

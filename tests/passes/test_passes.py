@@ -7,12 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from support import GraphBuilder, ops_of
+from torch import Tensor
 
+import megafuse
 from megafuse import passes
 from megafuse.invariants import check_graph
 from megafuse.ir import Graph, Node, symbol
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
+from megafuse.passes.in_memory import divides
 from megafuse.passes.simplify import simplify
 from megafuse.runtime.reference import interpret
 
@@ -164,7 +167,7 @@ def test_pipeline_checks_and_shows_every_stage() -> None:
     after = passes.run(before, lambda graph: seen.append(graph.made_by))
     assert seen == [
         "capture", "dce", "simplify", "cse", "batch", "dce", "simplify", "pieces", "simplify",
-        "cse", "dce", "whole", "simplify", "operands", "dce",
+        "cse", "dce", "in_memory", "whole", "simplify", "operands", "dce",
     ]  # fmt: skip
     same_values(before, after)
 
@@ -175,3 +178,23 @@ def test_pipeline_is_idempotent() -> None:
     once = passes.run(g.graph(_sum_of_cat(g, x), _permutes(g, x), _cast_of_sum(g, x)))
     twice = passes.run(once)
     assert ops_of(once) == ops_of(twice)
+
+
+def test_a_reshape_that_no_loop_addresses_is_a_view_of_memory() -> None:
+    s = symbol("s0")
+    for a, b, fits in (
+        ((4, 6), (6, 4), False), ((4, 6), (24,), True), ((4, 6), (2, 12), True),
+        ((s, 4, 6), (s, 24), True), ((s, 6), (6 * s,), True), ((s, 6), (2, 3, s), False),
+        ((s, 6, 1), (2 * s, 3), True), ((s, 4, 6), (s, 8, 3), True), ((3, 4, 5), (6, 10), True),
+    ):  # fmt: skip
+        assert divides(a, b) == divides(b, a) == fits, (a, b)
+
+    def code(x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh((x * 2).reshape(6, 4) * w).reshape(3, 8)
+
+    x, w = torch.randn(4, 6, requires_grad=True), torch.randn(4, requires_grad=True)
+    fused = megafuse.fuse(code)
+    got, want = (torch.autograd.grad(f(x, w).square().sum(), [x, w]) for f in (fused, code))
+    torch.testing.assert_close(fused(x, w), code(x, w))
+    for g, e in zip(got, want, strict=True):
+        torch.testing.assert_close(g, e)

@@ -19,8 +19,8 @@ from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.fusion.planner import Planner
 from megafuse.ir import Dim, Graph, Node, Origin, Rewriter, TensorType, as_dim, evaluate
 from megafuse.passes.partition import base_of
+from megafuse.runtime.call import _plain
 from megafuse.runtime.executor import Executor
-from megafuse.runtime.module import _plain
 from megafuse.runtime.reference import interpret
 
 

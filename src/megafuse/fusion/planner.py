@@ -109,9 +109,11 @@ class Planner:
                 buffers.add(node)
             if node.op in ("matmul", "extern"):
                 wanted.extend(node.inputs)
+        # Outputs come in the order their extents have in memory: a permuted one is stored permuted.
+        permuted = {o for o in self.graph.outputs if o is not None and o.op == "permute"}
         for node in wanted:
             base = node
-            while is_view(base):
+            while is_view(base) and base not in permuted:
                 base = base.inputs[0]
             buffers.add(base)
         # A column sum that is one whole piece of a concatenation is finished straight into it.
@@ -323,8 +325,9 @@ class Planner:
         return None
 
     def _makes(self, region: Region) -> list[Node]:
-        if isinstance(region, RowRegion):
-            return [n for r in region.roots for n in (r.node, r.target)]
+        if isinstance(region, RowRegion):  # a store writes its target; its node may be another's
+            return [n for r in region.roots
+                    for n in ([r.target] if r.kind == "store" else [r.node, r.target])]  # fmt: skip
         return region.writes()
 
     def _makers(self, regions: list[Region]) -> dict[Node, list[Region]]:

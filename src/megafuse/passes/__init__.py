@@ -10,6 +10,7 @@ from megafuse.passes.batch import batch
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
+from megafuse.passes.in_memory import in_memory
 from megafuse.passes.operands import copied_operands
 from megafuse.passes.pieces import pieces
 from megafuse.passes.simplify import simplify
@@ -17,7 +18,7 @@ from megafuse.passes.whole import whole_products
 
 Pass = Callable[[Graph], Graph]
 PIPELINE: tuple[Pass, ...] = (
-    dce, simplify, cse, batch, dce, simplify, pieces, simplify, cse, dce,
+    dce, simplify, cse, batch, dce, simplify, pieces, simplify, cse, dce, in_memory,
 )  # fmt: skip
 EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
 LAST: tuple[Pass, ...] = (whole_products, simplify, copied_operands, dce)

@@ -51,7 +51,8 @@ def partition(
     tainted: set[Node] = set()
     for node in joint.nodes:
         is_tangent = node.op == "input" and node.attrs["index"] >= primals
-        if is_tangent or any(i in tainted for i in node.inputs):
+        asks = node.origin.direction == "backward" and _own_extreme(node) is not None
+        if is_tangent or asks or any(i in tainted for i in node.inputs):
             tainted.add(node)
     wanted = _needed_by_backward(joint, grads, tainted)
     saved = _choose(joint, joint.outputs[:outputs], wanted, tainted, sizes, memory)
@@ -94,6 +95,7 @@ def _choose(
             if node.op == "matmul" and node in tainted:
                 kept |= {base_of(i) for i in node.inputs if i not in tainted} & written
 
+    kept |= {value for n in tainted if (value := _own_extreme(n)) is not None}
     flow = nx.DiGraph()
     unlimited = float("inf")
     for node in joint.nodes:
@@ -117,6 +119,22 @@ def _choose(
     # Of equal cuts networkx returns the one nearest the sink: rstd rather than the raw sum.
     _, (before, _) = nx.minimum_cut(flow, "forward", "backward")
     return [n for n in joint.nodes if (n, "in") in before and (n, "out") not in before]
+
+
+def _own_extreme(node: Node) -> Node | None:
+    """The value that `node` compares with its own maximum or minimum, as their gradient does.
+
+    Backward reads both from memory: computed a second time, even in another phase of the same
+    program, the value might differ in the last bit and equal its maximum nowhere.
+    """
+    if node.op not in ("eq", "ne") or len(node.inputs) != 2:
+        return None
+    for value, extreme in (node.inputs, node.inputs[::-1]):
+        extreme = base_of(extreme)
+        name = extreme.attrs.get("target", extreme.op).removeprefix("aten.").split(".")[0]
+        if name in ("amax", "amin") and base_of(value) in map(base_of, extreme.inputs):
+            return base_of(value)
+    return None
 
 
 class _Extract(Rewriter):

@@ -128,7 +128,10 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], text: str) -> bytes:
 
 
 def _run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    # UTF-8 whatever the locale: NVRTC sets the process's to C, and compilers quote in UTF-8.
+    return subprocess.run(
+        command, input=text, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
 
 
 @functools.cache

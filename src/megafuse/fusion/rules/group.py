@@ -55,17 +55,20 @@ def add_stage(region: RowRegion, stage: Stage) -> None:
         raise Mismatch(f"a group of {inside} elements is too large for one block")
     for s in [*region.stages, stage]:
         names = {b if s is stage else a for b, a in shared.items()}
-        for root in s.roots:
-            if root.kind == "column":
-                kept = {a for a in root.axes if a not in root.reduced and a not in s.settled_cols()}
-                if not kept <= names:
-                    raise Mismatch("a sum over rows is kept apart for rows inside the group")
+        if not _kept_apart(s, set(s.settled_cols())) <= names:
+            raise Mismatch("a sum over rows is kept apart for rows inside the group")
     stage.cols = stage.settled_cols()
     for s in region.stages:
         s.cols = s.settled_cols()
     stage.rename(renaming(shared))
     region.stages.append(stage)
     region.group = group
+
+
+def _kept_apart(stage: Stage, cols: set[Axis]) -> set[Axis]:
+    """Row axes that a sum over rows does not sum over."""
+    return {a for root in stage.roots if root.kind == "column"
+            for a in root.axes if a not in root.reduced and a not in cols}  # fmt: skip
 
 
 def _refuse_unfinished(region: RowRegion, stage: Stage) -> None:
@@ -84,7 +87,10 @@ def _refuse_unfinished(region: RowRegion, stage: Stage) -> None:
 
 
 def within_group(region: RowRegion, stage: Stage, k: int) -> bool:
-    """Whether `stage` (axes already those of stage k) reads earlier stages of its group only."""
+    """Whether `stage` (axes already those of stage k) reads earlier stages of its group only, and
+    keeps no sum over rows apart for rows inside the group."""
+    if not _kept_apart(stage, set(region.stages[k].settled_cols())) <= set(region.group):
+        return False
     for other in region.stages:
         if other is not stage:
             _refuse_unfinished(RowRegion([other]), stage)
