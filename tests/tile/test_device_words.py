@@ -135,10 +135,12 @@ def test_flags_are_stored(shape: Shape) -> None:
 
 @pytest.mark.parametrize(
     "team,wide",
-    [*((team, False) for team in (1, 8, 32, 96, 1024)), (8, True), (96, True), (1024, True)],
-)
+    [*((team, False) for team in (1, 8, 32, 96, 416, 512, 544, 1024)),
+     *((team, True) for team in (8, 96, 512, 1024))],
+)  # fmt: skip
 def test_reductions_of_every_size(team: int, wide: bool) -> None:
-    """One to nine values at once over every kind of team; exact, because the data are integers."""
+    """One to nine values at once over every kind of team, the same in all of its threads; exact,
+    because the data are integers."""
     shape = Shape(team, 1, team, 2 if team <= 512 else 1)
     counts = (1, 3, 9)
     launch = emulate(
@@ -151,7 +153,10 @@ def test_reductions_of_every_size(team: int, wide: bool) -> None:
     x = aligned(x)
     for count in counts:
         out = np.full((3, 32), np.nan, np.float32)
-        launch(f"r{count}", [address(x), address(out), 3, 0])
+        seen = aligned(np.full((3, count, 2, team), np.nan, np.float32))
+        launch(f"r{count}", [address(x), address(out), address(seen), 3, 0])
+        np.testing.assert_array_equal(seen[:, :, 0], seen[:, :, 0, :1].repeat(team, 2))
+        np.testing.assert_array_equal(seen[:, :, 1], seen[:, :, 1, :1].repeat(team, 2))
         for k in range(count):
             np.testing.assert_array_equal(out[:, 3 * k], x.sum(1) * (k + 1))
             np.testing.assert_array_equal(out[:, 3 * k + 1], x.max(1) * (k + 1))
@@ -163,14 +168,20 @@ def several_reductions(shape: Shape, count: int) -> str:
     stores = " ".join(
         f"team.store(a.out + team.part() * 32 + {3 * k}, sums[{k}]);"
         f"team.store(a.out + team.part() * 32 + {3 * k + 1}, most[{k}]);"
+        f"all({2 * k}, sums[{k}]); all({2 * k + 1}, most[{k}]);"
         for k in range(count)
     )
     return f"""
 struct r{count} {{
   {shape.head()}
-  struct Args {{ const float* x; float* out; i64 parts; i64 unused; }};
+  struct Args {{ const float* x; float* out; float* seen; i64 parts; i64 unused; }};
   MF_FN static void run(const Team& team, const Args& a) {{
     using C = {shape.cols()};
+    const auto same = [](int c) {{ return c; }};
+    const auto all = [&](int i, mf::real v) {{
+      float* to = a.seen + (team.part() * {2 * count} + i) * {shape.columns};
+      mf::store<C, float, 1>(team, 0, to, same, mf::Vec<1>(v));
+    }};
     auto x = mf::stream<C, float, 1>([](int c) {{ return c; }});
     x.fetch(team, a.x + team.part() * {shape.columns});
     x.advance();

@@ -131,10 +131,11 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             teams = min(teams, 4)
         depth = max(_depth(s, teams) for s in region.stages) if way.ring else 0
         schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
+        pairs = list(zip(region.stages, stages, strict=True))
+        if any(_ring_bytes(stage, layout, schedule) > SHARED for stage, layout in pairs):
+            continue
         fits = all(
-            _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
-            and _ring_bytes(s, schedule) <= SHARED
-            for s, x in zip(region.stages, stages, strict=True)
+            _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS for s, x in pairs
         )
         if fits or elements == ELEMENTS[-1]:
             yield schedule
@@ -193,9 +194,12 @@ def _registers(stage: Stage, schedule: Schedule) -> float:
     return need + sum(r.kind == "column" for r in stage.roots)
 
 
-def _ring_bytes(stage: Stage, schedule: Schedule) -> int:
+def _ring_bytes(stage: Stage, layout: StageSchedule, schedule: Schedule) -> int:
+    """Bytes of the stage's rings, each thread's vectors whole."""
+    if layout.long:
+        return 0
     moving = sum(dtype.itemsize for dtype, varies in _streams(stage) if varies)
-    return schedule.depth * schedule.teams * columns_of(stage) * moving
+    return schedule.depth * schedule.threads * layout.steps * layout.lanes * moving
 
 
 def _layout(stage: Stage, team: int, widest: int = WIDEST) -> StageSchedule:

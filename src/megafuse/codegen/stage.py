@@ -85,6 +85,7 @@ class StageEmitter:
         by_phase = [[r for r in roots if self.root_phase(r) == p] for p in range(last + 1)]
         self._plan_keeps(by_phase)
         lines = [f"mf::Keep<C{self.k}> {name};" for name in self.keeps.values()]
+        after_first = 0
         for p, mine in enumerate(by_phase):
             before: list[str] = []
             loop: list[str] = []
@@ -99,9 +100,11 @@ class StageEmitter:
             if loop:
                 word = "MF_LOOP" if self.layout.long else "MF_STEPS"
                 lines += [f"{word}(j, C{self.k}) {{", *indent(loop), "}"]
-            if p == 0 and self.streams.ring_fetches:
-                lines.append("copies();")
+            if p == 0:
+                after_first = len(lines)
             lines += self._combine(sums, p)
+        if self.streams.ring_fetches:
+            lines.insert(after_first, "copies();")
         return lines
 
     def _combine(self, sums: list[tuple[Root, str]], p: int) -> list[str]:

@@ -115,12 +115,17 @@ def state_of(roots: Iterable[nn.Module]) -> State:
 
 
 def hooked(roots: Iterable[nn.Module]) -> list[str]:
-    """Paths of the modules that have hooks."""
+    """Paths of the modules that have hooks. A `torch.export` program's own, which check the shapes
+    of its inputs, are traced with it instead."""
     return [
         path or "the module itself"
         for root in roots
         for path, module in root.named_modules()
-        if any(_attributes(module).get(h) or module.__dict__.get(h) for h in _HOOKS)
+        for h in _HOOKS
+        if any(
+            not getattr(hook, "__module__", "").startswith("torch.export.")
+            for hook in (_attributes(module).get(h) or module.__dict__.get(h) or {}).values()
+        )
     ]
 
 

@@ -172,8 +172,7 @@ struct Team {
           const real x = from < WARPS && k < K ? own[k < K ? k : 0][from] : Op::identity();
           v = Op::apply(v, x);
         }
-        MF_UNROLL for (int o = (GROUP < power_of_two(WARPS) ? GROUP : power_of_two(WARPS)) / 2;
-                       o > 0; o /= 2)
+        MF_UNROLL for (int o = GROUP / 2; o > 0; o /= 2)
           v = Op::apply(v, __shfl_xor_sync(~0u, v, o));
         return spread<Op, 32, K>(v);
       }
