@@ -93,6 +93,36 @@ def test_schedules_cover_the_row(columns: int) -> None:
                     assert stage.columns % stage.lanes == 0 or schedule.team == 1
 
 
+@pytest.mark.parametrize("columns", [1280, 8192, 32_000, 100_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rings_fit_a_multiprocessor(columns: int, dtype: torch.dtype) -> None:
+    norm = nn.LayerNorm(columns, dtype=dtype)
+    plan = plan_of(norm, torch.zeros(2, columns, dtype=dtype, requires_grad=True))
+    for part in (plan.forward, plan.backward):
+        assert isinstance(part, GraphPlan)
+        for region in part.regions:
+            assert isinstance(region, RowRegion)
+            for schedule in cuda_schedules(region, 1 << 20):
+                kernel = emit_rows(region, part.buffers, schedule, False, f"mf_{region.name}")
+                assert kernel.shared <= 227 * 1024 - 2048
+                rings = "mf::ring<" in kernel.source
+                assert rings == ("copies();" in kernel.source) == (kernel.shared > 0)
+
+
+def test_a_ring_first_read_in_a_later_phase_is_filled_too() -> None:
+    """The backward of log_softmax reads the probabilities only after the sum of the gradients."""
+
+    def f(x: Tensor) -> Tensor:
+        return torch.log_softmax(x, -1)
+
+    plan = plan_of(f, torch.zeros(2, 4096, dtype=torch.bfloat16, requires_grad=True))
+    assert plan.backward is not None
+    (region,) = (r for r in plan.backward.regions if isinstance(r, RowRegion))
+    schedule = next(s for s in cuda_schedules(region, 1 << 20) if s.depth > 1)
+    source = emit_rows(region, plan.backward.buffers, schedule, False, "mf_B1").source
+    assert source.count("copies();") == 1 and source.count("mf::ring<") == 2
+
+
 def test_cuda_and_host_share_one_program(plan: Plan) -> None:
     """Beside the layout the two sources are one text."""
     assert plan.backward is not None
