@@ -30,23 +30,37 @@ expanded (stride 0). None for a contiguous tensor."""
 class Layouts:
     """Of one call, for upstream gradients that are laid out as the outputs.
 
-    outputs: order of each output tensor. views: whether it shares memory with an input.
-    gradients: order of the gradient of each flat tensor.
+    outputs: order of each output tensor. views: whether it shares memory with an input. memories:
+    equal for outputs that share memory with each other. gradients: order of the gradient of each
+    flat tensor.
     """
 
     outputs: tuple[Order, ...]
     views: tuple[bool, ...]
     gradients: tuple[Order, ...]
+    memories: tuple[int, ...]
 
     @property
     def orders(self) -> tuple[Order, ...]:
         """Orders of the outputs that are memory of their own."""
         return tuple(o for o, view in zip(self.outputs, self.views, strict=True) if not view)
 
+    def separated(self, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs that are memory of their own, apart where eager's are: two equal expressions
+        are one value here, and writing to one result must not change the other."""
+        memories = [m for m, view in zip(self.memories, self.views, strict=True) if not view]
+        owner: dict[int, int] = {}
+        result = []
+        for tensor, memory in zip(own, memories, strict=True):
+            if owner.setdefault(tensor.untyped_storage()._cdata, memory) != memory:
+                tensor = tensor.clone()
+            result.append(tensor)
+        return result
+
 
 def contiguous(outputs: int, tensors: int) -> Layouts:
     """Layouts of a call about which nothing is known."""
-    return Layouts((None,) * outputs, (False,) * outputs, (None,) * tensors)
+    return Layouts((None,) * outputs, (False,) * outputs, (None,) * tensors, tuple(range(outputs)))
 
 
 def strides_of(tensor: torch.Tensor) -> Strides:
@@ -111,11 +125,13 @@ def probe(
             return None  # capture meets the same fault, and says what it means
         owned = {p.untyped_storage()._cdata for p in primals}
         views = tuple(o.untyped_storage()._cdata in owned for o in outputs)
+        storages = [o.untyped_storage()._cdata for o in outputs]
+        memories = tuple(map(storages.index, storages))
         found = iter(grads)
         gradients = [next(found, None) if wants else None for wants in needs_grad]
         return Layouts(
             tuple(map(order_of, outputs)), views,
-            tuple(None if g is None else order_of(g) for g in gradients),
+            tuple(None if g is None else order_of(g) for g in gradients), memories,
         )  # fmt: skip
 
 

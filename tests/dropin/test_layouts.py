@@ -115,3 +115,39 @@ def test_net() -> None:
     for name in ("transposed", "sliced", "one row"):
         net = seeded(lambda name=name: Net(INPUTS[name]().shape[-1]))
         agree(net, INPUTS[name]())
+
+
+def _equal_results(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.relu(x * 2)
+    return y, y.clone(), torch.relu(x * 2)
+
+
+def test_equal_results_are_apart_where_eagers_are() -> None:
+    """One value here, three tensors there: writing to one must leave the others alone."""
+    x = torch.randn(4, 6)
+    fused = megafuse.fuse(_equal_results, x)
+    first, second, third = fused(x)
+    first.zero_()
+    want = _equal_results(x)
+    assert torch.equal(second, want[1]) and torch.equal(third, want[2])
+
+
+def test_a_result_returned_twice_is_one_memory() -> None:
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(x * 2)
+        return y, y.view(-1)
+
+    x = torch.randn(4, 6)
+    first, second = megafuse.fuse(twice, x)(x)
+    first.zero_()
+    assert not second.any()
+
+
+def test_numbers_computed_from_sizes_stay_fractions() -> None:
+    def scaled(x: Tensor) -> Tensor:
+        return x.double() * (x.shape[0] * 0.5) + 1
+
+    fused = megafuse.fuse(scaled, torch.randn(3, 4))
+    for rows in (3, 5):
+        x = torch.randn(rows, 4)
+        assert torch.equal(fused(x), scaled(x))

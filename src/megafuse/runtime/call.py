@@ -66,7 +66,7 @@ class Compiled:
             tensors[index].copy_(value)
         layouts = captured.layouts.orders
         laid = [from_memory(o, order) for o, order in zip(outputs[:own], layouts, strict=True)]
-        return _distinct(laid), kept, plain
+        return _distinct(captured.layouts.separated(laid)), kept, plain
 
     def run_backward(self, tensors: list[Any], sizes: tuple[int, ...]) -> list[Any]:
         """Gradients of the flat tensors. tensors: those backward reads (None for the others), the

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from megafuse import dump
@@ -311,8 +312,9 @@ class Executor:
                 return operands[arg.index]
             if isinstance(arg, list):
                 return [fill(a, operands) for a in arg]
-            if hasattr(arg, "free_symbols"):
-                return evaluate(arg, sizes)
+            if isinstance(arg, sympy.Basic):
+                value = arg.subs({s: sizes[s.name] for s in arg.free_symbols})
+                return int(value) if value.is_integer else float(value)
             if isinstance(arg, torch.device):
                 return device
             return arg
