@@ -271,15 +271,13 @@ class Executor:
                     kernel.launch(*places, stream, rows, tensor)
                     values[node] = out
                     return
+            if extras:
+                values[node] = _added(a(values), b(values), [e(values) for e in extras])
+                return
             if single:
                 torch.mm(a(values)[0], b(values)[0], out=out[0])
             else:
                 torch.bmm(a(values), b(values), out=out)
-            if extras:
-                total = out.float()
-                for extra in extras:
-                    total += extra(values)
-                out = total.to(dtype)
             values[node] = out
 
         return step
@@ -332,6 +330,22 @@ class Executor:
                 values[node] = result.contiguous()
 
         return step
+
+
+def _added(a: torch.Tensor, b: torch.Tensor, extras: list[torch.Tensor]) -> torch.Tensor:
+    """a @ b with tensors added that broadcast to it. The first goes through PyTorch's own call,
+    which rounds once for both, as eager's linear layer does."""
+    first, *rest = extras
+    if first.dtype == a.dtype:
+        out = torch.baddbmm(first, a, b)
+    else:
+        out, rest = torch.bmm(a, b), extras
+    if rest:
+        total = out.float()
+        for extra in rest:
+            total += extra
+        out = total.to(a.dtype)
+    return out
 
 
 def _free(dead: list[Node]) -> Step:
