@@ -193,7 +193,6 @@ void write_global(void* p, const Raw<BYTES>& r) {
   if ((unsigned long long)p % (BYTES < 16 ? BYTES : 16)) emulated::fail("a misaligned store");
   std::memcpy(p, r.w, BYTES);
 }
-inline void begin() {}
 template <int THREADS>
 void named_barrier(int id) {
   if (id < 1 || id > 15) emulated::fail("there are 16 barriers, and number 0 is the block's");

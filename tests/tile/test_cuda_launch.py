@@ -17,31 +17,33 @@ from tile_examples import Shape
 from megafuse.errors import ToolchainError
 from megafuse.runtime import cuda
 
-ENTRY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+ENTRY = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    *[ctypes.c_void_p] * 3,
+)
 PARAMS = ctypes.POINTER(ctypes.POINTER(ctypes.c_longlong))
 
 
 class FakeDriver:
-    """Stands where cuLaunchKernelEx is: notes every call, answers what it was told to."""
+    """Stands where cuLaunchKernel is: notes every call, answers what it was told to."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.answers: list[int] = []
         self.entry = ENTRY(self._launch)
 
-    def _launch(self, config: int, function: int, params: int, extra: int) -> int:
-        *geometry, stream, _, attributes = cuda.CONFIG.unpack(
-            ctypes.string_at(config, cuda.CONFIG.size)
-        )
-        arguments = ctypes.cast(params, PARAMS)[0][:3]
-        self.calls.append((function, tuple(geometry), stream, arguments, attributes))
+    def _launch(self, function: int, *rest: Any) -> int:
+        geometry, stream, params = rest[:7], rest[7], ctypes.cast(rest[8], PARAMS)
+        self.calls.append((function, geometry, stream, params[0][:3]))
         return self.answers.pop(0) if self.answers else 0
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
-    monkeypatch.setattr(cuda, "launch_function", lambda: driver.entry)
+    monkeypatch.setattr(cuda, "_launch_function", lambda: driver.entry)
     return driver
 
 
@@ -52,22 +54,22 @@ def module_of(kernel: cuda._Kernel) -> cuda.CudaModule:
 
 
 def test_a_launch_passes_the_args_struct_by_value(fake: FakeDriver) -> None:
-    module = module_of(cuda._Kernel(1234, 96, True))
+    module = module_of(cuda._Kernel(1234))
     module.launch("k", (5, 6, 7), 320, [-1, 2**40, 3], 99)
     module.launch("k", (1, 2, 1), (32, 8, 1), [4, 5, 6], 0)
     thread = threading.Thread(target=module.launch, args=("k", (1, 1, 1), 32, [7, 8, 9], 1))
     thread.start()
     thread.join()
     assert fake.calls == [
-        (1234, (5, 6, 7, 320, 1, 1, 96), 99, [-1, 2**40, 3], 1),
-        (1234, (1, 2, 1, 32, 8, 1, 96), 0, [4, 5, 6], 1),
-        (1234, (1, 1, 1, 32, 1, 1, 96), 1, [7, 8, 9], 1),
+        (1234, (5, 6, 7, 320, 1, 1, 0), 99, [-1, 2**40, 3]),
+        (1234, (1, 2, 1, 32, 8, 1, 0), None, [4, 5, 6]),
+        (1234, (1, 1, 1, 32, 1, 1, 0), 1, [7, 8, 9]),
     ]
 
 
 def test_refusals_have_names(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
-    module = module_of(cuda._Kernel(1, 0, False))
+    module = module_of(cuda._Kernel(1))
     fake.answers = [701]
     with pytest.raises(cuda.DriverError, match=r"k .*LAUNCH_OUT_OF_RESOURCES \(701\)"):
         module.launch("k", (1, 1, 1), 1024, [1, 2, 3], 0)

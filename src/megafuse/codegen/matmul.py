@@ -223,7 +223,6 @@ struct Spec {{
     kernel = f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, 1)
 {name}(const __grid_constant__ mf::sm90::Args args) {{
-  mf::ptx::begin();
   mf::sm90::gemm<Spec>(args);
 }}
 """

@@ -20,7 +20,7 @@ from megafuse.fusion.planner import Planner
 from megafuse.ir import Dim, Graph, Node, Origin, Rewriter, TensorType, as_dim, evaluate
 from megafuse.passes.partition import base_of
 from megafuse.runtime.call import _plain
-from megafuse.runtime.executor import Executor
+from megafuse.runtime.executor import Executor, has_epilogues
 from megafuse.runtime.reference import interpret
 
 
@@ -56,7 +56,7 @@ class Part(nn.Module):
         self.hints = {name: reader.hints[name] for name in graph.sizes}
         observe = dump.observer(options)
         stages: list[Graph] = []
-        graph = passes.run(graph, stages.append, _has_epilogues(self.device, options))
+        graph = passes.run(graph, stages.append, has_epilogues(self.device, options))
         for i, stage in enumerate(stages):
             observe(f"{i:02d}-{stage.made_by.split()[0]}.py", str(stage))
         self.plan: GraphPlan = Planner(graph, self.direction, self.hints, options.fuel).plan()
@@ -110,13 +110,6 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return nullcontext()
     return torch.cuda.device(device)
-
-
-def _has_epilogues(device: torch.device, options: Options) -> bool:
-    """Whether 16-bit products run on our Hopper kernel, which can add before it stores."""
-    if options.rounding == "eager" or options.executor != "auto" or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _relevant(shape: list[int], strides: list[int]) -> list[tuple[int, int]]:

@@ -103,15 +103,12 @@ class CudaModule:
         self._context = _call(driver.cuDevicePrimaryCtxRetain, device)
         with _Current(self._context):
             self._module = _call(driver.cuModuleLoadData, cubin.image)
-            major = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-            early = _call(driver.cuDeviceGetAttribute, major, device) >= 9
-            handles = {
-                name: int(_call(driver.cuModuleGetFunction, self._module, name.encode()))
-                for name in names
-            }
             self._kernels = {
-                name: _Kernel(handle, shared.get(name, 0), early)
-                for name, handle in handles.items()
+                name: _Kernel(
+                    int(_call(driver.cuModuleGetFunction, self._module, name.encode())),
+                    shared.get(name, 0),
+                )
+                for name in names
             }
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             for name, size in shared.items():
@@ -188,23 +185,6 @@ def _load(
 # ---- launching -----------------------------------------------------------------------------------
 
 
-# CUlaunchConfig: grid, block, bytes of dynamic shared memory, stream, attributes, how many.
-CONFIG, STREAM_AT = struct.Struct("=7I4x2QI4x"), 32
-# CUlaunchAttribute 6: the launch may begin while the kernel before it on the stream drains. Every
-# kernel of ours waits for that one's end before it touches memory (`griddepcontrol.wait`).
-_ATTRIBUTE = ctypes.create_string_buffer(struct.pack("=I4xi60x", 6, 1), 72)
-
-
-def launch_config(
-    grid: tuple[int, int, int], block: tuple[int, int, int], shared: int, stream: int, early: bool
-) -> ctypes.Array[ctypes.c_char]:
-    """What ``cuLaunchKernelEx`` is told of a launch, as the struct it reads. early: let it begin
-    while the kernel before it drains, as devices from 9.0 on can."""
-    attribute = ctypes.addressof(_ATTRIBUTE) if early else 0
-    packed = CONFIG.pack(*grid, *block, shared, stream, attribute, int(early))
-    return ctypes.create_string_buffer(packed, len(packed))
-
-
 class _Slot(threading.local):
     """One thread's argument buffer of one kernel: forward and backward run in different threads."""
 
@@ -224,12 +204,11 @@ class _Slot(threading.local):
 class _Kernel:
     """A function handle with everything a launch needs but the arguments."""
 
-    def __init__(self, handle: int, shared: int, early: bool) -> None:
+    def __init__(self, handle: int, shared: int = 0) -> None:
         self._handle = ctypes.c_void_p(handle)
-        self._shared, self._early = shared, early
-        self._launch = launch_function()
+        self._shared = shared
+        self._launch = _launch_function()
         self._slot = _Slot()
-        self._configs: dict[tuple[object, ...], ctypes.Array[ctypes.c_char]] = {}
 
     def enqueue(
         self,
@@ -242,22 +221,18 @@ class _Kernel:
         if slot.size != len(args):
             slot.resize(len(args))
         slot.pack(slot.buffer, 0, *args)
-        config = self._configs.get((grid, block, stream))
-        if config is None:
-            if len(self._configs) > 64:  # batch sizes and streams come and go
-                self._configs.clear()
-            threads = (block, 1, 1) if isinstance(block, int) else block
-            config = launch_config(grid, threads, self._shared, stream, self._early)
-            self._configs[grid, block, stream] = config
-        status: int = self._launch(config, self._handle, slot.params, None)
+        x, y, z = (block, 1, 1) if isinstance(block, int) else block
+        status: int = self._launch(
+            self._handle, *grid, x, y, z, self._shared, stream, slot.params, None
+        )
         return status
 
 
 @functools.cache
-def launch_function() -> Any:
-    """``cuLaunchKernelEx``: (config, function, parameters, extra) → status."""
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+def _launch_function() -> Any:
+    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
+    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
+    function.argtypes = [pointer, *([unsigned] * 7), pointer, pointer, pointer]
     function.restype = ctypes.c_int
     return function
 

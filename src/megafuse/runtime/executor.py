@@ -332,6 +332,13 @@ class Executor:
         return step
 
 
+def has_epilogues(device: torch.device, options: Options) -> bool:
+    """Whether 16-bit products run on our Hopper kernel, which can add before it stores."""
+    if options.rounding == "eager" or options.executor != "auto" or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _added(a: torch.Tensor, b: torch.Tensor, extras: list[torch.Tensor]) -> torch.Tensor:
     """a @ b with tensors added that broadcast to it. The first goes through PyTorch's own call,
     which rounds once for both, as eager's linear layer does."""

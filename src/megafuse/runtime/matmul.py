@@ -91,6 +91,7 @@ class _Loaded:
 
 _MAP_BYTES, _MAPS = 128, 4  # of gemm.cuh's Args: a, b, c, tensor
 _REST = struct.Struct(f"={2 * MAX_ROWS}q10i")  # row pointers, row strides, ten integers
+_CONFIG, _STREAM_AT = struct.Struct("=7I4x2QI4x"), 32  # CUlaunchConfig
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
@@ -109,10 +110,10 @@ class _Call:
         self.rows = (ctypes.c_int64 * MAX_ROWS).from_address(rows_at)
         self.pointers: tuple[int, ...] = ()
 
-        own = ctypes.create_string_buffer(config, len(config))
-        self.stream = ctypes.c_void_p.from_buffer(own, cuda.STREAM_AT)
+        launch_config = ctypes.create_string_buffer(config, len(config))
+        self.stream = ctypes.c_void_p.from_buffer(launch_config, _STREAM_AT)
         params = (ctypes.c_void_p * 1)(self.address)
-        self.arguments = own, function, params, ctypes.c_void_p()
+        self.arguments = launch_config, function, params, ctypes.c_void_p()
 
 
 class _Calls(threading.local):
@@ -147,7 +148,7 @@ class Matmul:
         strides = [row_stride(r) for r in product.rows] + [0] * MAX_ROWS
         self._rest = _REST.pack(*[0] * MAX_ROWS, *strides[:MAX_ROWS], *numbers)
         shared = self.kernel.shared_bytes
-        self._config = cuda.launch_config((self.grid, 1, 1), (THREADS, 1, 1), shared, 0, True).raw
+        self._config = _CONFIG.pack(self.grid, 1, 1, THREADS, 1, 1, shared, 0, 0, 0)
         self._starts = [v.start for v in (product.a, product.b, product.c)]
         self._starts.append(product.tensor.start if product.tensor else 0)
         self._starts += [r.start for r in product.rows]

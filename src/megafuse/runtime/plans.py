@@ -21,6 +21,7 @@ from megafuse.errors import FallbackWarning, UnsupportedError
 from megafuse.layouts import Layouts, Strides, probe, strides_of
 from megafuse.runtime import eligible
 from megafuse.runtime.call import Compiled, Values
+from megafuse.runtime.executor import has_epilogues
 from megafuse.runtime.signature import (
     Signature,
     freeze,
@@ -193,8 +194,8 @@ class Plans:
             plan = make_plan(
                 request.function(self.target), request.tensors, request.parameters,
                 request.needs_grad, self.target if isinstance(self.target, nn.Module) else None,
-                self.options, dump.observer(self.options), self._has_epilogues(device), layouts,
-                dynamic,
+                self.options, dump.observer(self.options),
+                has_epilogues(device, self.options), layouts, dynamic,
             )  # fmt: skip
         sizes = _fits(plan, request.tensors)
         if sizes is None:
@@ -204,12 +205,6 @@ class Plans:
         compiled = Compiled(plan, device, self.options)
         self.filed.setdefault(key, []).append(compiled)
         return compiled, request.tensors, sizes
-
-    def _has_epilogues(self, device: torch.device) -> bool:
-        """Whether 16-bit products run on our Hopper kernel, which can add before it stores."""
-        if self.options.rounding == "eager" or self.options.executor != "auto":
-            return False
-        return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
     def _admits(self, signature: Signature) -> bool:
         """Whether another plan may be made; of those that differ in plain numbers only a few."""

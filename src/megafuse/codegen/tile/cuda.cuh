@@ -198,7 +198,6 @@ MF_FN void write_one(T* p, real v) {
 #define MF_KERNEL(NAME)                                                                       \
   extern "C" __global__ void __launch_bounds__(NAME::Team::THREADS, NAME::min_blocks)         \
       NAME(const __grid_constant__ NAME::Args a) {                                            \
-    mf::ptx::begin();                                                                         \
     const NAME::Team team;                                                                    \
     if (team.part() < a.parts) NAME::run(team, a);                                            \
   }
@@ -206,14 +205,12 @@ MF_FN void write_one(T* p, real v) {
 #define MF_GROUP_KERNEL(NAME)                                                                 \
   extern "C" __global__ void __launch_bounds__(NAME::Team::THREADS, NAME::min_blocks)         \
       NAME(const __grid_constant__ NAME::Args a) {                                            \
-    mf::ptx::begin();                                                                         \
     const NAME::Team team;                                                                    \
     NAME::run(team, a);                                                                       \
   }
 // Launch with blocks of 32 x 8 and grid (any, number of sums).
 #define MF_FINISH(NAME)                                                                       \
   extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ NAME::Args a) { \
-    mf::ptx::begin();                                                                         \
     NAME::run(mf::Finisher(), a);                                                             \
   }
 

@@ -122,15 +122,6 @@ MF_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); 
 template <int PENDING>
 MF_FN void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-// A kernel may be launched while the one before it on the stream still runs: its first act is to
-// let its own successor do the same, and to wait until what came before has ended and is visible.
-MF_FN void begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // THREADS threads meet at barrier `id` (0 is __syncthreads).
 template <int THREADS>
 MF_FN void named_barrier(int id) {
