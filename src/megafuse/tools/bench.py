@@ -17,7 +17,15 @@ from megafuse.errors import OutputError
 from megafuse.tools.candidate import Ready
 from megafuse.tools.check_report import CheckReport
 from megafuse.tools.environment import environment, nvidia_smi
-from megafuse.tools.rivals import CANDIDATE, FLOOR, LABELS, RivalError, build_rival
+from megafuse.tools.rivals import (
+    CANDIDATE,
+    FLOOR,
+    LABELS,
+    ORDER,
+    PEAKED,
+    RivalError,
+    build_rival,
+)
 from megafuse.tools.tables import mebibytes, milliseconds, rate, table
 from megafuse.tools.timing import Device, PeakMemory, Samples, interleaved, peak_memory
 
@@ -141,8 +149,7 @@ def measure(
     peaks: dict[str, PeakMemory | None] = {}
     missing: list[str] = []
     # Peaks come before what stays resident: a graph's pool, the operands of the bare products.
-    order = ("eager", CANDIDATE, "compile", "graphed", "products")
-    wanted = [name for name in order if name == CANDIDATE or name in rivals]
+    wanted = [name for name in ORDER if name == CANDIDATE or name in rivals]
     for index, name in enumerate(wanted):
         label = LABELS.get(name, name)
         progress(f"preparing {label}", index, len(wanted))
@@ -153,7 +160,7 @@ def measure(
         except RivalError as error:
             missing.append(str(error))
             continue
-        if name in ("eager", CANDIDATE, "compile"):
+        if name in PEAKED:
             peaks[label] = peak_memory(step, ready.clear, device)
         steps[label] = step
     record = environment(place)

@@ -31,6 +31,10 @@ LABELS = {
     "graphed": "graphed eager",
     "products": FLOOR,
 }
+ORDER = ("eager", CANDIDATE, *(name for name in ABOUT if name != "eager"))
+"""In which they are built: what keeps memory of its own comes last."""
+PEAKED = {"eager", CANDIDATE, "compile", "autotuned"}
+"""Those whose memory the allocator's counters show whole: no CUDA graph's own pool."""
 
 
 class RivalError(MegafuseError):
@@ -70,9 +74,9 @@ def build_rival(name: str, ready: Ready, products: Sequence[MatmulShape]) -> Ste
         if name == "eager":
             return ready.step(module)
         if name in _MODES:
-            torch._dynamo.reset()  # the modes' compiled code would be taken for each other's
             step = ready.step(torch.compile(module, mode=_MODES[name]))
-            step()
+            for _ in range(3):  # a CUDA graph warms up, records, then replays
+                step()
             return step
         if name == "graphed":
             return graphed(ready)
