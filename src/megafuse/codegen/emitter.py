@@ -23,18 +23,6 @@ class Arg:
     index: int = 0
 
 
-def kept_axes(region: RowRegion) -> list[Axis]:
-    """Row axes that some column sum does not sum over, in row order."""
-    kept: set[Axis] = set()
-    for stage in region.stages:
-        cols = stage.settled_cols()
-        for root in stage.roots:
-            if root.kind == "column":
-                kept |= {a for a in root.axes if a not in root.reduced and a not in cols}
-    order = region.group or region.stages[0].rows()
-    return [a for a in order if a in kept]
-
-
 @dataclass
 class Emitter:
     """State shared by the stages of one region."""

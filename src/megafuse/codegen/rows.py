@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megafuse.codegen.address import access, decompose, dim_cpp, sum_cpp
-from megafuse.codegen.emitter import Arg, Emitter, indent, kept_axes
+from megafuse.codegen.emitter import Arg, Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
-from megafuse.codegen.schedule import Schedule
+from megafuse.codegen.schedule import Schedule, kept_axes, shared_sums, together
 from megafuse.codegen.stage import StageEmitter
 from megafuse.fusion.plan import RowRegion
 from megafuse.index import Affine, Axis, offset
@@ -116,7 +116,8 @@ def emit_rows(
     return RowKernel(
         name, "\n".join(lines) + "\n", list(e.args.values()), schedule, kept, e.partials,
         f"{name}_finish" if finish else None, e.fast,
-        max(s.streams.rings for s in stages),
+        max(*(s.streams.rings for s in stages),
+            shared_sums(region, schedule) if together(region, schedule) else 0),
     )  # fmt: skip
 
 
@@ -156,8 +157,15 @@ def _sizes_in(lines: Sequence[str], e: Emitter) -> set[str]:
 def _finish(e: Emitter, kept: list[Axis]) -> list[str]:
     """Each column sum: its partials, added up in order of the parts that made them."""
     lines: list[str] = []
-    teams = e.schedule.teams if e.region.kind == "group" else 1
-    per = "a.chunks" if teams == 1 else f"a.chunks * {teams}"
+    teams, group = e.schedule.teams, e.region.kind == "group"
+    # Partials lie a team apart. With one a block, every `apart`th of them counts.
+    apart = teams if together(e.region, e.schedule) else 1
+    if group:
+        per, whole = ("a.chunks", "a.parts") if apart > 1 or teams == 1 else (
+            f"a.chunks * {teams}", f"a.parts * {teams}")  # fmt: skip
+    else:
+        per, whole = (f"(a.chunks / {apart})", f"a.parts / {apart}") if apart > 1 else (
+            "a.chunks", "a.parts")  # fmt: skip
     for number, (root, stage, pointer) in enumerate(e.sums):
         cols = stage.settled_cols()
         own = [a for a in kept if a in root.axes and a not in root.reduced]
@@ -177,7 +185,9 @@ def _finish(e: Emitter, kept: list[Axis]) -> list[str]:
         count = f"{_extent(others)} * {per}" if others else per
         own_terms = [(f"({n})", where.coefficient(a)) for a, n in k_names.items()]
         if not own:
-            index, count = "i", f"a.parts * {teams}" if teams > 1 else "a.parts"
+            index, count = "i", whole
+        if apart > 1:
+            index = f"({index}) * {apart}"
         column = access(Affine.make([(a, where.coefficient(a)) for a in cols]), cols, 1, str).column
         out = sum_cpp(own_terms, where.const)
         target = e.pointer(root.target, write=True)

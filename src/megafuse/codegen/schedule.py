@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
-from megafuse.index import offset
+from megafuse.index import Axis, offset
 from megafuse.ir import Node, evaluate, product
 
 WIDEST = 8  # lanes of a vector on the device: 16 bytes of a 16-bit type
@@ -79,6 +79,7 @@ ELEMENTS = (40, 24, 8, 4, 2, 1)
 """Elements of a row a thread may own, most first: fewer threads meet at fewer barriers."""
 
 FEW = 8  # elements of a thread, one vector of them
+LINE = 64  # elements of a row that neighbouring threads take in one step: a cache line of 16 bits
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ MANY_ROWS = 8_192
 """From here on there are rows enough for every multiprocessor whatever the layout."""
 
 THREADS = 256  # of a block, where a row needs fewer
+GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
@@ -128,7 +130,7 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
         stages = tuple(_layout(stage, team, widest) for stage in region.stages)
         teams = max(1, (THREADS if many else 64) // team)
         if group:
-            teams = min(teams, 4)
+            teams = min(teams, max(4, GROUP_THREADS // team))
         depth = max(_depth(s, teams) for s in region.stages) if way.ring else 0
         schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
         pairs = list(zip(region.stages, stages, strict=True))
@@ -221,7 +223,7 @@ def _team(region: RowRegion, elements: int) -> tuple[int, int]:
             lanes = min(_lanes(stage), widest)
             vectors = columns_of(stage) // lanes
             steps = -(-vectors // team)
-            fits &= steps * lanes <= max(lanes, elements)
+            fits &= steps * lanes <= max(lanes, elements) and team >= min(vectors, LINE // lanes)
             waste = max(waste, team * steps / vectors)
         if not fits and team < 512:
             continue
@@ -230,6 +232,39 @@ def _team(region: RowRegion, elements: int) -> tuple[int, int]:
             best = (price, team, widest)
     assert best is not None
     return best[1:]
+
+
+FEW_KEPT = 4_096
+"""Up to so many kept indices a block of its own for each is no waste."""
+
+
+def kept_axes(region: RowRegion) -> list[Axis]:
+    """Row axes that some column sum does not sum over, in row order."""
+    kept: set[Axis] = set()
+    for stage in region.stages:
+        cols = stage.settled_cols()
+        for root in stage.roots:
+            if root.kind == "column":
+                kept |= {a for a in root.axes if a not in root.reduced and a not in cols}
+    order = region.group or region.stages[0].rows()
+    return [a for a in order if a in kept]
+
+
+def together(region: RowRegion, schedule: Schedule) -> bool:
+    """Whether the teams of a block add their column sums up before they write them: all of them
+    then work on the same kept index."""
+    if schedule.teams == 1 or any(x.long for x in schedule.stages):
+        return False
+    if not any(r.kind == "column" for r in region.roots):
+        return False
+    many = product(a.extent for a in kept_axes(region))
+    return region.kind == "group" or (isinstance(many, int) and many <= FEW_KEPT)
+
+
+def shared_sums(region: RowRegion, schedule: Schedule) -> int:
+    """Bytes of shared memory in which a block's teams add up, doubles counted."""
+    own = max(x.steps * x.lanes for x in schedule.stages)
+    return (schedule.teams + 1) // 2 * schedule.team * own * 8
 
 
 @dataclass(frozen=True)
@@ -245,7 +280,7 @@ class Launch:
 
 def launch(
     region: RowRegion,
-    kept: list,  # type: ignore[type-arg]
+    kept: Sequence[Axis],
     schedule: Schedule,
     sizes: Mapping[str, int],
     device: DeviceSpec,
@@ -262,6 +297,8 @@ def launch(
     chunks = max(1, min(reduced, units // keep))
     span = -(-reduced // chunks)
     chunks = -(-reduced // span)
+    if together(region, schedule) and region.kind != "group":
+        chunks = -(-chunks // schedule.teams) * schedule.teams  # those past the rows add zero
     parts = keep * chunks
     grid = parts if region.kind == "group" else -(-parts // schedule.teams)
     return Launch(parts, chunks, span, grid)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE, pointwise_cpp, rounded, scalar_cpp
-from megafuse.codegen.schedule import StageSchedule
+from megafuse.codegen.schedule import StageSchedule, together
 from megafuse.codegen.streams import RowStreams, place_cpp
 from megafuse.fusion.plan import Root, Stage
 from megafuse.fusion.roots import resolve
@@ -151,7 +151,8 @@ class StageEmitter:
             name = f"{root.node.name}_col"
             kind = f"mf::{'LongColumn' if self.layout.long else 'Column'}<C{self.k}>"
             self.streams.prologue.append(f"{kind} {name}(team, {pointer});  // {root.node.origin}")
-            self.epilogue.append(f"{name}.write(team);")
+            write = "write_block" if together(self.e.region, self.e.schedule) else "write"
+            self.epilogue.append(f"{name}.{write}(team);")
             loop.append(f"{name}.add(team, j, {value});  // {root.node.origin}")
             self.e.sums.append((root, self.stage, pointer))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megafuse.codegen.address import Access, access, decompose
-from megafuse.codegen.emitter import Emitter, indent, kept_axes
+from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
-from megafuse.codegen.schedule import StageSchedule, is_small
+from megafuse.codegen.schedule import StageSchedule, is_small, kept_axes
 from megafuse.fusion.plan import Stage
 from megafuse.index import Affine, Axis, Coords, offset
 from megafuse.ir import Node, as_dim, product

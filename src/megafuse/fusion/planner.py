@@ -16,6 +16,7 @@ from typing import Literal
 from megafuse.errors import InvariantError
 from megafuse.fusion import cost
 from megafuse.fusion.align import Mismatch, Pair
+from megafuse.fusion.columns import widen
 from megafuse.fusion.plan import (
     ExternRegion,
     GraphPlan,
@@ -92,6 +93,8 @@ class Planner:
         letter = "F" if self.direction == "forward" else "B"
         for i, region in enumerate(regions, 1):
             region.name = f"{letter}{i}"
+            if isinstance(region, RowRegion):
+                widen(region)
         return GraphPlan(
             self.graph, self.direction, regions, buffers, results, list(state.refused.values()),
             self.sizes, state.merges,

@@ -16,7 +16,8 @@ MF_FN void write_partials(float* p, const real* v) {
 }
 
 // One float32 partial a column and team, summed in registers over the team's rows in their order
-// and written to partials[part * columns + column] at the end. Where storage is float32, every 16
+// and written to partials[part * columns + column] at the end; or one a block, in the place of its
+// first team's, where all teams of a block sum the same. Where storage is float32, every 16
 // rows go into memory before that: a register then adds few enough values to keep their low bits,
 // and what the addition in memory rounds off stays in the register. MF_WIDE: double registers, and
 // one rounding when the partial is written.
@@ -40,15 +41,44 @@ struct Column {
   }
   template <class Team>
   MF_FN void write(const Team& team) {
-    MF_STEPS(j, C)
-      if (C::live(team, j)) {
-        float* p = own + C::column(team, j);
-        if (rows >= FLUSH) MF_LANES(i, C::lanes) sum[j][i] += p[i];
-        write_partials<C::lanes>(p, sum[j]);
-      }
+    recall(team);
+    put(team);
+  }
+
+  // The upper half of the teams hands its sums to the lower half, until one team has them all.
+  // Dynamic shared memory holds half a block's sums; nothing else uses it any more.
+  template <class Team>
+  MF_FN void write_block(const Team& team) {
+    MF_DYNAMIC_SHARED(mf_shared);
+    constexpr int SIZE = C::steps * C::lanes * Team::LENGTH;
+    recall(team);
+    MF_UNROLL for (int n = Team::COUNT; n > 1; n = (n + 1) / 2) {
+      const int half = (n + 1) / 2, index = team.index();
+      real* slot = (real*)mf_shared + (index % half) * SIZE + team.rank();
+      team.block_sync();
+      if (index >= half && index < n)
+        MF_STEPS(j, C) MF_LANES(i, C::lanes) slot[(j * C::lanes + i) * Team::LENGTH] = sum[j][i];
+      team.block_sync();
+      if (index + half < n)
+        MF_STEPS(j, C) MF_LANES(i, C::lanes) sum[j][i] += slot[(j * C::lanes + i) * Team::LENGTH];
+    }
+    if (team.index() == 0) put(team);
   }
 
  private:
+  // Adds what went into memory on the way.
+  template <class Team>
+  MF_FN void recall(const Team& team) {
+    if (rows < FLUSH) return;
+    MF_STEPS(j, C)
+      if (C::live(team, j))
+        MF_LANES(i, C::lanes) sum[j][i] += own[C::column(team, j) + i];
+  }
+  template <class Team>
+  MF_FN void put(const Team& team) const {
+    MF_STEPS(j, C)
+      if (C::live(team, j)) write_partials<C::lanes>(own + C::column(team, j), sum[j]);
+  }
   MF_FN void flush(float* p, real (&s)[C::lanes]) const {
     real t[C::lanes];
     MF_LANES(i, C::lanes) {

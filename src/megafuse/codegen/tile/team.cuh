@@ -46,7 +46,7 @@ struct Team {
   static_assert(TEAM <= 32 ? (TEAM & (TEAM - 1)) == 0 : TEAM % 32 == 0, "see above");
   static_assert(TEAM * TEAMS <= 1024, "a block has at most 1024 threads");
   static_assert(TEAM <= 32 || TEAMS == 1 || TEAMS <= 15, "one named barrier a team, 15 of them");
-  static constexpr int THREADS = TEAM * TEAMS;
+  static constexpr int THREADS = TEAM * TEAMS, LENGTH = TEAM, COUNT = TEAMS;
   static constexpr int LANES = TEAM < 32 ? TEAM : 32, WARPS = TEAM > 32 ? TEAM / 32 : 1;
 
   mutable int phase = 0;  // which half of the exchange buffer the next reduction writes
@@ -77,7 +77,7 @@ struct Team {
     if (rank() == 0) write_one(p, v);
   }
 
-  // All teams of the block (group kernels only: there every team runs).
+  // All teams of the block, where all of them run.
   MF_FN void block_sync() const { __syncthreads(); }
 
  private:
