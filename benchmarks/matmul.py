@@ -52,8 +52,8 @@ class Job:
     def flops(self) -> int:
         return 2 * self.a.shape[0] * self.a.shape[1] * self.a.shape[2] * self.b.shape[2]
 
-    def ours(self, tile: TileConfig | None) -> Callable[[], None]:
-        matmul = Matmul(self.product, 0, tile=tile)
+    def ours(self, tile: TileConfig | None, splits: int = 1) -> Callable[[], None]:
+        matmul = Matmul(self.product, 0, tile=tile, splits=splits)
         sums = torch.empty(matmul.sums, device="cuda")  # stays alive with the function below
         pointers = self.a.data_ptr(), self.b.data_ptr(), self.c.data_ptr()
         stream = torch.cuda.current_stream().cuda_stream
