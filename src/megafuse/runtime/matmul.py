@@ -47,9 +47,7 @@ __all__ = ["Matmul", "Product", "View", "accepts", "compile_matmul", "product_of
 # ---- building ------------------------------------------------------------------------------------
 
 
-def cut_of(
-    product: Product, sm_count: int, tile: TileConfig | None = None, splits: int = 1
-) -> Cut:
+def cut_of(product: Product, sm_count: int, tile: TileConfig | None = None, splits: int = 1) -> Cut:
     """How `product` is cut: as `tile` and `splits` say, or as the cost model prefers."""
     if tile is None:
         return ranked(product.batch, product.m, product.n, product.k, sm_count)[0]
