@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megafuse.codegen.matmul import TILES, Step, TileConfig, cycles
+from megafuse.codegen.matmul import Step
+from megafuse.codegen.tiles import TILES, Cut, TileConfig, cycles
 from megafuse.runtime.matmul import Matmul, Product, View, accepts
 
 BIAS = (Step("add", "row"),)
@@ -51,13 +52,14 @@ class Job:
     def flops(self) -> int:
         return 2 * self.a.shape[0] * self.a.shape[1] * self.a.shape[2] * self.b.shape[2]
 
-    def ours(self, tile: TileConfig | None) -> Callable[[], None]:
-        matmul = Matmul(self.product, 0, tile=tile)
+    def ours(self, tile: TileConfig | None, splits: int = 1) -> Callable[[], None]:
+        matmul = Matmul(self.product, 0, tile=tile, splits=splits)
+        sums = torch.empty(matmul.sums, device="cuda")  # stays alive with the function below
         pointers = self.a.data_ptr(), self.b.data_ptr(), self.c.data_ptr()
         stream = torch.cuda.current_stream().cuda_stream
         rows = [r.data_ptr() for r in self.rows]
         tensor = self.tensor.data_ptr() if self.tensor is not None else 0
-        return lambda: matmul.launch(*pointers, stream, rows, tensor)
+        return lambda: matmul.launch(*pointers, stream, rows, tensor, sums.data_ptr())
 
     def torch(self) -> None:
         torch.bmm(self.a, self.b, out=self.c)
@@ -140,9 +142,9 @@ def measure(job: Job, samples: int, all_tiles: bool) -> dict[str, Any]:
             return {**result, "wrong": f"error {error:.3g}, torch.bmm's own is {allowed:.3g}"}
         candidates[key] = run
     product, sms = job.product, torch.cuda.get_device_properties(0).multi_processor_count
-    result["tile"] = str(Matmul(product, 0).kernel.spec.tile)
+    result["tile"] = str(Matmul(product, 0).cut)
     result["predicted_cycles"] = {
-        str(t): cycles(t, product.batch, product.m, product.n, product.k, sms) for t in TILES
+        str(t): cycles(Cut(t), product.batch, product.m, product.n, product.k, sms) for t in TILES
     }
     result["ms"] = interleaved(candidates, samples)
     return result
@@ -151,6 +153,7 @@ def measure(job: Job, samples: int, all_tiles: bool) -> dict[str, Any]:
 def host_microseconds(job: Job) -> dict[str, float]:
     """Host time of a launch: with the pointers of the last one, and with others every time."""
     matmul = Matmul(job.product, 0)
+    sums = torch.empty(matmul.sums, device="cuda")
     stream = torch.cuda.current_stream().cuda_stream
     a, b = job.a.data_ptr(), job.b.data_ptr()
     outputs = [job.c.data_ptr(), torch.empty_like(job.c).data_ptr()]
@@ -159,7 +162,7 @@ def host_microseconds(job: Job) -> dict[str, float]:
         torch.cuda.synchronize()
         start = time.perf_counter()
         for i in range(200):
-            matmul.launch(a, b, chosen[i % 2], stream)
+            matmul.launch(a, b, chosen[i % 2], stream, (), 0, sums.data_ptr())
         found[name] = (time.perf_counter() - start) / 200 * 1e6
         torch.cuda.synchronize()
     return found

@@ -21,7 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "matmul"))
 
 from products import Case, make
 
-from megafuse.codegen.matmul import TILES, TileConfig, ranked_tiles
+import megafuse
+from megafuse.codegen.tiles import TILES, Cut, TileConfig, ranked
+from megafuse.runtime import executor
 from megafuse.runtime.matmul import Matmul, accepts
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -63,10 +65,11 @@ def _usable() -> None:
 
 
 def launch(matmul: Matmul, case: Case) -> None:
+    sums = torch.full((matmul.sums,), float("nan"), device="cuda")
     matmul.launch(
         case.a.data_ptr(), case.b.data_ptr(), case.c.data_ptr(),
         torch.cuda.current_stream().cuda_stream, [r.data_ptr() for r in case.rows],
-        case.tensor.data_ptr() if case.tensor is not None else 0,
+        case.tensor.data_ptr() if case.tensor is not None else 0, sums.data_ptr(),
     )  # fmt: skip
 
 
@@ -197,6 +200,104 @@ HEADLINE: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", HEADLINE)
 def test_headline(name: str) -> None:
     m, n, k, how = HEADLINE[name]
-    tile = ranked_tiles(64, m, n, k, 132)[0]
-    assert tile == LARGE
-    check(make(4, m, n, k, device="cuda", **how), tile, debug=False)
+    cut = ranked(64, m, n, k, 132)[0]
+    assert cut == Cut(LARGE)
+    check(make(4, m, n, k, device="cuda", **how), cut.tile, debug=False)
+
+
+# ---- k in splits ---------------------------------------------------------------------------------
+
+F16 = torch.float16
+# (tile, splits, size, how): one split's blocks after another's in one block of the grid, runs of
+# unequal length, extents that end inside a tile.
+SPLIT: list[tuple[TileConfig, int, Size, dict[str, Any]]] = [
+    *[(t, 2, (1, t.m, t.n, 128), {}) for t in TILES],
+    *[(t, 3, (1, t.m, t.n, 1000), {"epilogue": "bias"}) for t in TILES],
+    *[(t, 5, (7, 328, 392, 1288), {"epilogue": "both", "majors": "mn"}) for t in TILES],
+    (LARGE, 5, (3, 137, 264, 1320), {"epilogue": "both", "majors": "kk", "batch_inside": True}),
+    (LARGE, 20, (2, 1, 8, 1280), {"epilogue": "both", "pitch": 8}),
+    (MIDDLE, 4, (3, 200, 328, 1001), {"epilogue": "residual", "majors": "mn"}),
+    (MIDDLE, 4, (3, 200, 328, 1001), {"epilogue": "both", "majors": "mn", "dtype": F16}),
+    (FLAT, 21, (2, 65, 72, 1288), {"epilogue": "gated", "shared_b": True}),
+    (SMALL, 17, (5, 7, 72, 1288), {"epilogue": "both", "row_dtype": torch.float32}),
+    (SMALL, 33, (1, 63, 136, 8192), {"dtype": F16, "majors": "kk"}),
+]
+
+
+@pytest.mark.parametrize("tile,splits,size,how", SPLIT, ids=lambda v: str(v).replace(" ", ""))
+def test_splits(tile: TileConfig, splits: int, size: Size, how: dict[str, Any]) -> None:
+    case = make(*size, device="cuda", **how)
+    matmul = check(case, tile, splits=splits)
+    assert matmul.cut.splits > 1
+    first = case.c.clone()
+    case.room.fill_(float("nan"))
+    launch(matmul, case)
+    torch.cuda.synchronize()
+    assert torch.equal(case.c, first)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_random_delays_change_nothing_in_splits(tile: TileConfig) -> None:
+    case = make(7, 328, 392, 1288, device="cuda", majors="mn", epilogue="both")
+    for splits in (2, 5):
+        for _ in range(3):
+            case.room.fill_(float("nan"))
+            check(case, tile, splits=splits, jitter=True)
+
+
+@pytest.mark.parametrize(
+    "size",
+    [(1, 1408, 2048, 16_384), (1, 256, 256, 100_000), (1, 64, 128, 100_000), (4, 256, 256, 8192)],
+    ids=str,
+)
+def test_products_that_are_split(size: Size) -> None:
+    """As the cost model has it, and in another module the same bits."""
+    for dtype in (torch.bfloat16, F16):
+        case = make(*size, device="cuda", majors="mn", epilogue="bias", dtype=dtype)
+        matmul = check(case, debug=False)
+        sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        assert matmul.cut == ranked(*size, sm_count)[0] and matmul.cut.splits > 1
+        first = case.c.clone()
+        case.room.fill_(float("nan"))
+        check(case, debug=False)
+        assert torch.equal(case.c, first)
+
+
+def test_a_graph_replays_a_split_product() -> None:
+    case = make(4, 256, 256, 8192, device="cuda", majors="mn", epilogue="both")
+    matmul = check(case, debug=False)
+    assert matmul.sums
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(matmul, case)
+    case.room.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert case.mismatch() is None, case.mismatch()
+
+
+def test_a_weight_gradient_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a plan: the executor makes the workspace."""
+    cuts: list[Cut] = []
+
+    class Noted(Matmul):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            cuts.append(self.cut)
+
+    monkeypatch.setattr(executor, "Matmul", Noted)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 248, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(65_536, 256, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn(65_536, 248, device="cuda", dtype=torch.bfloat16)
+    fused = megafuse.fuse(layer, x)
+    found = []
+    for _ in range(2):
+        fused.zero_grad(set_to_none=True)
+        fused(x).backward(upstream)
+        assert layer.weight.grad is not None
+        found.append(layer.weight.grad.clone())
+    assert any(cut.splits > 1 for cut in cuts), cuts
+    assert torch.equal(*found)
+    want = upstream.double().T @ x.double()
+    assert (found[0].double() - want).norm() <= 3e-3 * want.norm()

@@ -193,6 +193,10 @@ inline void load_matrices(u32 from, u32& a, u32& b, u32& c, u32& d) {
   for (int q = 0; q < 4; ++q) std::memcpy(words[q], in_matrix(q), 4);
   emulated::meet_warp();
 }
+inline void load_if(u32 (&w)[4], const void* from, bool wanted) {
+  if (wanted && u64(from) % 16) emulated::fail("a misaligned load");
+  if (wanted) std::memcpy(w, from, 16); else std::memset(w, 0, 16);
+}
 template <int WORDS>
 void load_words(u32 from, u32 (&w)[WORDS]) { std::memcpy(w, place(from), 4 * WORDS); }
 

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 
-from megafuse.codegen.matmul import THREADS, MatmulKernel, TileConfig, emit_matmul
+from megafuse.codegen.matmul import FINISH_THREADS, THREADS, MatmulKernel, emit_matmul
+from megafuse.codegen.tiles import TileConfig
 from megafuse.runtime import source
 from megafuse.runtime.host import build_host
-from megafuse.runtime.matmul import integers, spec_of
+from megafuse.runtime.matmul import cut_of, integers, spec_of
 from megafuse.runtime.product import Layouts, Product, layouts_of, row_stride
+from megafuse.runtime.split import finish_blocks, finish_numbers, sums
 
 HERE = Path(__file__).resolve().parent
 TILE = Path(source.__file__).parent.parent / "codegen" / "tile"
@@ -47,6 +49,14 @@ extern "C" void emulate(const i64* a) {{
   emulated::launch(a[0], 1, {THREADS}, 1, [&] {{ {kernel.name}(args); }});
 }}
 """
+    if kernel.finish:
+        entry += f"""
+extern "C" void emulate_finish(const i64* a) {{
+  mf::sm90::FinishArgs args;
+  std::memcpy((void*)&args, (const void*)(a + 1), sizeof args);
+  emulated::launch(a[0], 1, {FINISH_THREADS}, 1, [&] {{ {kernel.finish}(args); }});
+}}
+"""
     return "#define MF_FAST 1\n" + text + code + entry
 
 
@@ -60,10 +70,13 @@ def run(
     tile: TileConfig,
     blocks: int,
     seed: int = 1,
+    splits: int = 1,
 ) -> None:
     """Computes `product` into c, as `blocks` blocks would."""
-    kernel = emit_matmul(spec_of(product, blocks, tile))
-    module = build_host(host_source(kernel), ["emulate"])
+    cut = cut_of(product, blocks, tile, splits)
+    kernel = emit_matmul(spec_of(product, cut))
+    entries = ["emulate", *(["emulate_finish"] if kernel.finish else [])]
+    module = build_host(host_source(kernel), entries)
     layouts = layouts_of(product)
     assert isinstance(layouts, Layouts)
     words: list[int] = []
@@ -77,7 +90,19 @@ def run(
             continue
         described = [data.data_ptr(), *layout.extents, *layout.strides, *layout.box(height)[:2]]
         words += described + [0] * (16 - len(described))
-    pad = [0] * (2 - len(rows))
-    words += [r.data_ptr() for r in rows] + pad + [row_stride(r) for r in product.rows] + pad
-    words += struct.unpack("=5q", struct.pack("=10i", *integers(product, tile, layouts)))
-    module.launch("emulate", [blocks, seed, *words])
+    numbers = struct.unpack("=5q", struct.pack("=10i", *integers(product, cut, layouts)))
+    if kernel.finish is None:
+        pad = [0] * (2 - len(rows))
+        words += [r.data_ptr() for r in rows] + pad + [row_stride(r) for r in product.rows] + pad
+        module.launch("emulate", [blocks, seed, *words, *numbers])
+        return
+    # As the runtime does: the first kernel knows the operands and the workspace, no more.
+    workspace = torch.full((sums(product, cut.splits) + 8,), float("nan"))
+    words[32:] = [0] * 32 + [workspace.data_ptr(), 0, 0, 0]
+    module.launch("emulate", [blocks, seed, *words, *numbers])
+    assert workspace[-8:].isnan().all() and not workspace[:-8].isnan().any()
+    args = finish_numbers(product, cut.splits)
+    pointers = [workspace, c, tensor, *rows]
+    for i, data in enumerate(pointers):
+        args[i] += 0 if data is None else data.data_ptr()
+    module.launch("emulate_finish", [finish_blocks(product), *args])

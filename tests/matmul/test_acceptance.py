@@ -14,12 +14,13 @@ import sympy
 import torch
 from products import BIAS, BOTH, RESIDUAL, make
 
-from megafuse.codegen.matmul import TILES, emit_matmul
+from megafuse.codegen.matmul import emit_matmul
+from megafuse.codegen.tiles import TILES
 from megafuse.errors import UnsupportedError
 from megafuse.fusion.plan import MatmulRegion, Operand
 from megafuse.runtime import matmul as runtime
 from megafuse.runtime.cuda import DriverError
-from megafuse.runtime.matmul import spec_of
+from megafuse.runtime.matmul import cut_of, spec_of
 from megafuse.runtime.product import MapLayout, Product, View, accepts, map_layout, product_of
 
 BF16 = torch.bfloat16
@@ -54,7 +55,7 @@ W1, WOUT, HID, DZ = dense(T, D, 2 * H), dense(T, H, D), dense(T, B, H), dense(T,
 def test_the_six_products_are_taken(a: View, b: View, majors: tuple[str, str]) -> None:
     product = Product(a, b, dense(T, a.shape[1], b.shape[2]))
     assert accepts(product) is None
-    spec = spec_of(product, 132)
+    spec = spec_of(product, cut_of(product, 132))
     assert (spec.a_major, spec.b_major) == majors and spec.tile == TILES[0]
 
 
@@ -101,7 +102,7 @@ def test_what_is_refused_says_why() -> None:
         reason = accepts(product)
         assert reason is not None and words in reason, (words, reason)
         with pytest.raises(UnsupportedError):
-            spec_of(product, 132)
+            spec_of(product, cut_of(product, 132))
     assert "sm_80" in (accepts(good, "sm_80") or "")
     assert "multiples of 16 bytes" in (accepts(make(2, 8, 12, 8, epilogue="bias").product) or "")
 
@@ -224,7 +225,7 @@ def test_maps_are_encoded_once_and_then_readdressed(driver: FakeDriver) -> None:
     ]
     head = struct.unpack_from("=4q10i", driver.kernel_params, 512)
     assert head[:4] == (0x4000, 0, 4 * H, 0)
-    assert head[4:] == (B, 2 * H, 8, 20, 8 * 20 * 64, 20, 1, 1, 0, 0)
+    assert head[4:] == (B, 2 * H, 8, 20, 8 * 20 * 64, 20, 1, 1, 0, 1)
 
     driver.calls.clear()
     matmul.launch(0x1000, 0x2000, 0x3000, 0, [0x4000])
@@ -276,7 +277,8 @@ def test_a_refused_launch(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_struct_is_as_long_as_the_driver_copies() -> None:
     # Four maps, two pointers, two strides, ten integers, rounded up to its alignment of 64.
-    source = emit_matmul(spec_of(Product(X, W1, dense(T, B, 2 * H)), 132)).source
+    product = Product(X, W1, dense(T, B, 2 * H))
+    source = emit_matmul(spec_of(product, cut_of(product, 132))).source
     assert source.count("MAX_ROW_OPERANDS = 2") == 1
     call = runtime._Call(ctypes.c_void_p(99), bytes(56), bytes(runtime._REST.size))
     end = call.address + 640

@@ -6,15 +6,8 @@ import pytest
 import torch
 from products import BIAS, BOTH, GATED, RESIDUAL
 
-from megafuse.codegen.matmul import (
-    TILES,
-    MatmulSpec,
-    Step,
-    TileConfig,
-    emit_matmul,
-    ranked_tiles,
-    refused_epilogue,
-)
+from megafuse.codegen.matmul import MatmulSpec, Step, emit_matmul, refused_epilogue
+from megafuse.codegen.tiles import TILES, TileConfig, ranked
 from megafuse.errors import UnsupportedError
 from megafuse.runtime.matmul import compile_matmul
 
@@ -56,11 +49,35 @@ def test_compiles_without_spills(case: MatmulSpec) -> None:
     assert "setmaxnreg" not in cubin.log, cubin.log  # "... ignored ..."
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        *[spec(tile, BOTH, "mn", split=True) for tile in TILES],
+        spec(majors="mn", split=True),
+        spec(MIDDLE, GATED, "mk", dtype=F16, split=True),
+        spec(majors="mn", split=True, jitter=True),
+    ],
+    ids=lambda s: f"{s.a_major}{s.b_major}-{s.tile}-{len(s.epilogue)}{'-jitter' * s.jitter}",
+)
+def test_a_split_product_is_two_kernels(case: MatmulSpec) -> None:
+    kernel = emit_matmul(case)
+    assert kernel.names == [kernel.name, f"{kernel.name}_finish"]
+    assert kernel.stages == case.tile.stages(0), "no row operand takes room"
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    cubin = compile_matmul(kernel)
+    first, second = (cubin.resources[name] for name in kernel.names)
+    assert first.registers == 168 and first.spill_stores == first.spill_loads == 0, cubin.log
+    assert second.spill_stores == second.spill_loads == 0, cubin.log
+    assert second.registers > 64, "or the 16 loads of a thread are not on their way at once"
+    assert "wgmma" not in cubin.log and "setmaxnreg" not in cubin.log, cubin.log
+
+
 def test_the_debug_build_fits_too() -> None:
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
-    kernel = emit_matmul(spec(epilogue=BOTH))
-    used = compile_matmul(kernel, debug=True).resources[kernel.name]
-    assert used.spill_stores == used.spill_loads == 0, "it would test another kernel"
+    for split in (False, True):
+        kernel = emit_matmul(spec(epilogue=BOTH, split=split))
+        for used in compile_matmul(kernel, debug=True).resources.values():
+            assert used.spill_stores == used.spill_loads == 0, "it would test another kernel"
 
 
 def test_stages_fill_the_shared_memory() -> None:
@@ -117,4 +134,5 @@ def test_epilogues_it_cannot_have() -> None:
     ids=str,
 )
 def test_ranking(size: tuple[int, int, int, int], tile: TileConfig) -> None:
-    assert ranked_tiles(*size, 132)[0] == tile
+    best = ranked(*size, 132)[0]
+    assert (best.tile, best.splits) == (tile, 1)

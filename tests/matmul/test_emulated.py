@@ -9,7 +9,7 @@ import torch
 from emulation import run
 from products import make
 
-from megafuse.codegen.matmul import TILES
+from megafuse.codegen.tiles import TILES
 
 LARGE, MIDDLE, FLAT, SMALL = TILES
 CASES: list[tuple[Any, int, tuple[int, int, int, int], dict[str, Any]]] = [
@@ -34,3 +34,30 @@ def test_emulated(tile: Any, blocks: int, size: tuple[int, int, int, int], how: 
         case.room.fill_(float("nan"))
         run(case.product, case.a, case.b, case.c, case.rows, case.tensor, tile, blocks, seed)
         assert case.mismatch() is None, case.mismatch()
+
+
+# tile, blocks, splits, (batch, m, n, k), how
+SPLIT: list[tuple[Any, int, int, tuple[int, int, int, int], dict[str, Any]]] = [
+    (SMALL, 2, 2, (2, 72, 136, 200), {"majors": "mk", "epilogue": "both", "pitch": 8}),
+    (SMALL, 3, 21, (1, 7, 72, 1288), {"majors": "kk", "epilogue": "bias"}),
+    (SMALL, 2, 3, (2, 72, 72, 333), {"majors": "mn", "epilogue": "plain", "batch_inside": True}),
+    (FLAT, 2, 3, (2, 72, 264, 260), {"majors": "mn", "dtype": torch.float16, "shared_b": True}),
+    (MIDDLE, 2, 2, (2, 136, 200, 200), {"majors": "mk", "epilogue": "gated"}),
+    (LARGE, 2, 3, (1, 136, 264, 960), {"epilogue": "residual", "batch_inside": True}),
+    (LARGE, 1, 2, (2, 41, 264, 200), {"epilogue": "both", "row_dtype": torch.float32}),
+]
+
+
+@pytest.mark.parametrize("tile,blocks,splits,size,how", SPLIT, ids=str)
+def test_emulated_splits(
+    tile: Any, blocks: int, splits: int, size: tuple[int, int, int, int], how: Any
+) -> None:
+    case = make(*size, **how)
+    results = []
+    for seed in (1, 2):
+        case.room.fill_(float("nan"))
+        operands = case.a, case.b, case.c, case.rows, case.tensor
+        run(case.product, *operands, tile, blocks, seed, splits)
+        assert case.mismatch() is None, case.mismatch()
+        results.append(case.c.clone())
+    assert torch.equal(*results)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,3 +41,25 @@ def test_bias_and_residual() -> None:
     exact = F.linear(x.double(), w.double(), b.double()) + r.double()
     eager = (F.linear(x, w, b) + r).double()
     assert (got - exact).norm() <= 1.1 * (eager - exact).norm()
+
+
+def test_a_split_product_gets_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[int, torch.Size] = {}
+    empty = torch.empty
+
+    def noted(*args: Any, **more: Any) -> Tensor:
+        tensor = empty(*args, **more)
+        made[tensor.data_ptr()] = tensor.shape
+        return tensor
+
+    calls: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(sums=3 * 6 * 24, aligned=lambda *_: True,
+                             launch=lambda *args: calls.append((*args, dict(made))))  # fmt: skip
+    monkeypatch.setattr(Executor, "_matmul_kernel", lambda *_: kernel)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr(torch, "empty", noted)
+    x, w, b = (torch.randn(s).bfloat16() for s in ((6, 64), (24, 64), (24,)))
+    run(lambda t: F.linear(*t), (x, w, b))
+    a, _, c, stream, rows, tensor, workspace, alive = calls[0]
+    assert (a, stream, rows, tensor) == (x.data_ptr(), 7, [b.data_ptr()], 0)
+    assert alive[workspace] == (3 * 6 * 24,) and alive[c] == (1, 6, 24)

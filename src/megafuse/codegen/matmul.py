@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 
 from megafuse.codegen.expr import CPP_TYPE, rounded, scalar_cpp
+from megafuse.codegen.tiles import TileConfig
 from megafuse.errors import UnsupportedError
 from megafuse.ops import pointwise
 
@@ -23,87 +24,12 @@ ARCH = "sm_90a"
 HALVES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 2  # MAX_ROW_OPERANDS of block.cuh
 THREADS = 384
-_HEADERS = ("ptx.cuh", "wgmma.cuh", "block.cuh", "gemm.cuh")
+FINISH_THREADS, FINISH_LANES = 64, 4  # of finish.cuh: a block, and columns of a thread
+_HEADERS = ("ptx.cuh", "wgmma.cuh", "block.cuh", "gemm.cuh", "finish.cuh")
 _SM90 = Path(__file__).resolve().parent / "tile" / "sm90"
 
 Major = Literal["k", "mn"]
 """The contiguous dimension of an operand: the one summed over, or the other one."""
-
-# ---- tiles ---------------------------------------------------------------------------------------
-
-_SHARED_LIMIT = 227 * 1024
-_ALIGNMENT = 1023  # lost when the dynamic shared memory does not start at a multiple of 1024
-_BLOCK_K, _CHUNK_BYTES, _MOST_STAGES = 64, 8192, 8
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """The part of C a block computes at a time: two warpgroups of 64 rows x `width` columns each,
-    one above the other (split "m") or side by side ("n")."""
-
-    split: Literal["m", "n"]
-    width: int
-
-    @property
-    def m(self) -> int:
-        return 128 if self.split == "m" else 64
-
-    @property
-    def n(self) -> int:
-        return self.width if self.split == "m" else 2 * self.width
-
-    @property
-    def stage_bytes(self) -> int:
-        """One k-block of A and of B, in 16-bit elements."""
-        return (self.m + self.n) * 2 * _BLOCK_K
-
-    def fixed_bytes(self, row_bytes: int, stages: int) -> int:
-        """Shared memory beside the pipeline stages; row_bytes: of one column's row operands."""
-        slots = min(2, self.width // 64)
-        barriers = 2 * stages + 4 * slots + 2
-        return 2 * slots * _CHUNK_BYTES + row_bytes * self.n + 8 * barriers + _ALIGNMENT
-
-    def stages(self, row_bytes: int) -> int:
-        """The deepest pipeline that fits."""
-        for stages in range(_MOST_STAGES, 2, -1):
-            if stages * self.stage_bytes + self.fixed_bytes(row_bytes, stages) <= _SHARED_LIMIT:
-                return stages
-        return 2
-
-    def shared_bytes(self, row_bytes: int) -> int:
-        stages = self.stages(row_bytes)
-        return stages * self.stage_bytes + self.fixed_bytes(row_bytes, stages)
-
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}"
-
-
-TILES = (TileConfig("m", 256), TileConfig("m", 128), TileConfig("n", 128), TileConfig("n", 64))
-"""Largest first: of tiles predicted equal the largest is taken."""
-
-# Measured on an H200 with a 128x256 tile: 1030 cycles a k-block (the tensor cores' own 1024) and
-# about 1850 a tile. A smaller tile needs its share of the products, but no less time than its
-# operands take to arrive, at the 48 bytes a cycle that a multiprocessor was seen to get. Of the
-# cost of a tile a third is taken to be fixed (filling the pipeline, the last barrier).
-_BLOCK_CYCLES, _TILE_CYCLES, _FIXED_CYCLES = 1030.0, 1230.0, 620.0
-_BYTES_PER_CYCLE = 48.0
-_FULL = 128 * 256
-
-
-def cycles(tile: TileConfig, batch: int, m: int, n: int, k: int, sm_count: int) -> float:
-    """Predicted cycles of one product: waves of blocks x the time of one tile."""
-    share = tile.m * tile.n / _FULL
-    tiles = batch * -(-m // tile.m) * -(-n // tile.n)
-    block = max(_BLOCK_CYCLES * share, tile.stage_bytes / _BYTES_PER_CYCLE)
-    once = -(-k // _BLOCK_K) * block + _TILE_CYCLES * share + _FIXED_CYCLES
-    return -(-tiles // sm_count) * once
-
-
-def ranked_tiles(batch: int, m: int, n: int, k: int, sm_count: int) -> list[TileConfig]:
-    """Every tile, fastest by prediction first. All sum over k in the same order, so the choice does
-    not change the result."""
-    return sorted(TILES, key=lambda tile: cycles(tile, batch, m, n, k, sm_count))
-
 
 # ---- specification -------------------------------------------------------------------------------
 
@@ -126,7 +52,8 @@ class Step:
 @dataclass(frozen=True)
 class MatmulSpec:
     """Everything that decides the code of one product. `dtype` of A and B, `out` of C, `row` of all
-    row operands, `tensor` of the tensor operand. Accumulation is in float32."""
+    row operands, `tensor` of the tensor operand. Accumulation is in float32. split: the kernel sums
+    over splits of k, and leaves the epilogue to a second one."""
 
     dtype: torch.dtype
     a_major: Major
@@ -137,6 +64,7 @@ class MatmulSpec:
     row: torch.dtype = torch.bfloat16
     tensor: torch.dtype = torch.bfloat16
     jitter: bool = False
+    split: bool = False
 
     @property
     def rows(self) -> int:
@@ -144,7 +72,8 @@ class MatmulSpec:
 
     @property
     def row_bytes(self) -> int:
-        return self.rows * self.row.itemsize
+        """Shared memory that the product's kernel needs a column for row operands."""
+        return 0 if self.split else self.rows * self.row.itemsize
 
     @property
     def has_tensor(self) -> bool:
@@ -153,13 +82,20 @@ class MatmulSpec:
 
 @dataclass(frozen=True)
 class MatmulKernel:
-    """Generated source of one product. shared_bytes: dynamic shared memory the launch asks for."""
+    """Generated source of one product. shared_bytes: dynamic shared memory the launch asks for.
+    finish: the second kernel of a product whose k's are split, else None."""
 
     spec: MatmulSpec
     name: str
     source: str
     shared_bytes: int
     stages: int
+    finish: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """All kernels of the source."""
+        return [self.name, *([self.finish] if self.finish else [])]
 
     @property
     def fast(self) -> bool:
@@ -200,6 +136,20 @@ def emit_matmul(spec: MatmulSpec) -> MatmulKernel:
     tile, stages = spec.tile, spec.tile.stages(spec.row_bytes)
     shared = tile.shared_bytes(spec.row_bytes)
     split_m, split_n = (2, 1) if tile.split == "m" else (1, 2)
+    # The epilogue's half of the struct is the second kernel's where k is split.
+    after = f"""\
+  static constexpr bool tensor = {_bool(spec.has_tensor)};
+  static constexpr int rows = {spec.rows};
+  using Row = {CPP_TYPE[spec.row]};
+  using Tensor = {CPP_TYPE[spec.tensor]};
+  using Out = {CPP_TYPE[spec.out]};
+
+{_epilogue(spec)}"""
+    nothing = """\
+  static constexpr bool tensor = false;
+  static constexpr int rows = 0;
+  using Row = float;
+"""
     body = f"""\
 namespace {{
 // C = A ({spec.a_major}-major) @ B ({spec.b_major}-major), tile {tile} x 64, {stages} stages.
@@ -208,26 +158,31 @@ struct Spec {{
   static constexpr int stages = {stages}, shared_bytes = {shared};
   static constexpr bool a_k_major = {_bool(spec.a_major == "k")};
   static constexpr bool b_k_major = {_bool(spec.b_major == "k")};
-  static constexpr bool tensor = {_bool(spec.has_tensor)};
-  static constexpr int rows = {spec.rows};
-  using Row = {CPP_TYPE[spec.row]};
-  using Tensor = {CPP_TYPE[spec.tensor]};
-  using Out = {CPP_TYPE[spec.out]};
-
-{_mma(spec)}
-{_epilogue(spec)}}};
-}}  // namespace
+  static constexpr bool split = {_bool(spec.split)};
+{nothing if spec.split else after}
+{_mma(spec)}}};
+{f"struct Finish {{{chr(10)}{after}}};{chr(10)}" if spec.split else ""}}}  // namespace
 """
     digest = hashlib.sha256(f"{spec}".encode()).hexdigest()[:8]
-    name = f"mf_matmul_{spec.a_major}{spec.b_major}_{tile}_{digest}"
+    kind = "split_" if spec.split else ""
+    name = f"mf_matmul_{kind}{spec.a_major}{spec.b_major}_{tile}_{digest}"
+    finish = f"{name}_finish" if spec.split else None
     kernel = f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, 1)
 {name}(const __grid_constant__ mf::sm90::Args args) {{
   mf::sm90::gemm<Spec>(args);
 }}
 """
+    if finish:
+        kernel += f"""
+extern "C" __global__ void __launch_bounds__({FINISH_THREADS}, 8)
+{finish}(const __grid_constant__ mf::sm90::FinishArgs args) {{
+  mf::sm90::finish_product<Finish>(args);
+}}
+"""
     jitter = "#define MF_JITTER 1\n" if spec.jitter else ""
-    return MatmulKernel(spec, name, jitter + _headers() + body + kernel, shared, stages)
+    source = jitter + _headers() + body + kernel
+    return MatmulKernel(spec, name, source, shared, stages, finish)
 
 
 @cache

@@ -268,7 +268,11 @@ class Executor:
                 tensor = values[of_tensor].data_ptr() if of_tensor is not None else 0
                 if kernel.aligned(*places, *rows, tensor):
                     stream = torch._C._cuda_getCurrentRawStream(device.index)
-                    kernel.launch(*places, stream, rows, tensor)
+                    if kernel.sums:
+                        workspace = torch.empty(kernel.sums, dtype=torch.float32, device=device)
+                        kernel.launch(*places, stream, rows, tensor, workspace.data_ptr())
+                    else:
+                        kernel.launch(*places, stream, rows, tensor)
                     values[node] = out
                     return
             if extras:

@@ -23,11 +23,9 @@ from megafuse.codegen.matmul import (
     THREADS,
     MatmulKernel,
     MatmulSpec,
-    TileConfig,
-    cycles,
     emit_matmul,
-    ranked_tiles,
 )
+from megafuse.codegen.tiles import Cut, TileConfig, cycles, k_blocks, ranked, whole_splits
 from megafuse.errors import UnsupportedError
 from megafuse.runtime import cuda
 from megafuse.runtime.product import (
@@ -42,32 +40,38 @@ from megafuse.runtime.product import (
     refused,
     row_stride,
 )
+from megafuse.runtime.split import Finish, sums
 
 __all__ = ["Matmul", "Product", "View", "accepts", "compile_matmul", "product_of", "spec_of"]
 
 # ---- building ------------------------------------------------------------------------------------
 
 
-def spec_of(product: Product, sm_count: int, tile: TileConfig | None = None) -> MatmulSpec:
-    """The code that `product` needs, with the tile that the cost model prefers. Raises
-    UnsupportedError with the sentence of `accepts`."""
+def cut_of(product: Product, sm_count: int, tile: TileConfig | None = None, splits: int = 1) -> Cut:
+    """How `product` is cut: as `tile` and `splits` say, or as the cost model prefers."""
+    if tile is None:
+        return ranked(product.batch, product.m, product.n, product.k, sm_count)[0]
+    return Cut(tile, whole_splits(product.k, splits))
+
+
+def spec_of(product: Product, cut: Cut) -> MatmulSpec:
+    """The code that `product` needs. Raises UnsupportedError with the sentence of `accepts`."""
     layouts = layouts_of(product)
     reason = refused(product, ARCH)
     if reason is not None or isinstance(layouts, str):
         raise UnsupportedError(reason or str(layouts))
-    tile = tile or ranked_tiles(product.batch, product.m, product.n, product.k, sm_count)[0]
     dtype = product.a.dtype
     row = product.rows[0].dtype if product.rows else dtype
     tensor = product.tensor.dtype if product.tensor else dtype
     return MatmulSpec(
-        dtype, layouts.a_major, layouts.b_major, product.epilogue, product.c.dtype, tile,
-        row, tensor,
+        dtype, layouts.a_major, layouts.b_major, product.epilogue, product.c.dtype, cut.tile,
+        row, tensor, split=cut.splits > 1,
     )  # fmt: skip
 
 
 def compile_matmul(kernel: MatmulKernel, *, debug: bool = False) -> cuda.Cubin:
     """Machine code of `kernel`, from the cache if there. Needs no GPU."""
-    return cuda.compile_cubin(kernel.source, [kernel.name], ARCH, fast=kernel.fast, debug=debug)
+    return cuda.compile_cubin(kernel.source, kernel.names, ARCH, fast=kernel.fast, debug=debug)
 
 
 @functools.cache
@@ -76,10 +80,10 @@ def _load(kernel: MatmulKernel, device: int, debug: bool) -> _Loaded:
 
 
 class _Loaded:
-    """A kernel on one device, allowed its shared memory."""
+    """A product's kernels on one device, the first allowed its shared memory."""
 
     def __init__(self, kernel: MatmulKernel, device: int, debug: bool) -> None:
-        self.module = cuda.CudaModule(compile_matmul(kernel, debug=debug), [kernel.name], device)
+        self.module = cuda.CudaModule(compile_matmul(kernel, debug=debug), kernel.names, device)
         self.handle = self.module._kernels[kernel.name]._handle
         self.context = self.module._context
         with cuda._Current(self.context):
@@ -123,7 +127,10 @@ class _Calls(threading.local):
 
 
 class Matmul:
-    """A built product of fixed sizes and strides, launched with the addresses of its buffers."""
+    """A built product of fixed sizes and strides, launched with the addresses of its buffers.
+
+    sums: float32 elements of the workspace that a launch needs; 0 unless k is split.
+    """
 
     def __init__(
         self,
@@ -131,27 +138,38 @@ class Matmul:
         device: int,
         *,
         tile: TileConfig | None = None,
+        splits: int = 1,
         debug: bool = False,
         jitter: bool = False,
     ) -> None:
+        """tile, splits: how to cut the product; the cost model decides where no tile is given."""
         sm_count: int = torch.cuda.get_device_properties(device).multi_processor_count
-        spec = spec_of(product, sm_count, tile)
+        cut = cut_of(product, sm_count, tile, splits)
+        spec = spec_of(product, cut)
         if jitter:
             spec = replace(spec, jitter=True)
-        self.product, self.kernel = product, emit_matmul(spec)
+        self.product, self.cut, self.kernel = product, cut, emit_matmul(spec)
+        self.sums = sums(product, cut.splits) if spec.split else 0
         self._loaded = _load(self.kernel, device, debug)
         layouts = layouts_of(product)
         assert isinstance(layouts, Layouts)
         self._maps = _map_plan(layouts, spec.tile)
-        numbers = integers(product, spec.tile, layouts)
+        numbers = integers(product, cut, layouts)
         self.grid = min(numbers[4], sm_count)
-        strides = [row_stride(r) for r in product.rows] + [0] * MAX_ROWS
-        self._rest = _REST.pack(*[0] * MAX_ROWS, *strides[:MAX_ROWS], *numbers)
-        shared = self.kernel.shared_bytes
-        self._config = _CONFIG.pack(self.grid, 1, 1, THREADS, 1, 1, shared, 0, 0, 0)
         self._starts = [v.start for v in (product.a, product.b, product.c)]
         self._starts.append(product.tensor.start if product.tensor else 0)
         self._starts += [r.start for r in product.rows]
+        strides = [row_stride(r) for r in product.rows]
+        self._finish: Finish | None = None
+        if self.kernel.finish is not None:
+            # The first kernel then knows the operands and the workspace, the second all the rest.
+            self._finish = Finish(self._loaded.module, self.kernel.finish, product, cut.splits)
+            self._maps[2:] = [None, None]
+            self._starts[2:], strides = [0, 0, 0], []
+        strides += [0] * (MAX_ROWS - len(strides))
+        self._rest = _REST.pack(*[0] * MAX_ROWS, *strides, *numbers)
+        shared = self.kernel.shared_bytes
+        self._config = _CONFIG.pack(self.grid, 1, 1, THREADS, 1, 1, shared, 0, 0, 0)
         self._calls = _Calls()
         self._mapped = [(i, i * _MAP_BYTES) for i, e in enumerate(self._maps) if e is not None]
         self._launch, self._readdress = _entry_points().launch, _entry_points().readdress
@@ -163,14 +181,25 @@ class Matmul:
         if reason := accepts(product, arch):
             return f"torch: {reason}"
         size = product.batch, product.m, product.n, product.k
-        best, *others = ranked_tiles(*size, sm_count)
-        tiles = product.batch * -(-product.m // best.m) * -(-product.n // best.n)
+        best, *others = ranked(*size, sm_count)
+        pieces = best.pieces(product.batch, product.m, product.n)
         time = cycles(best, *size, sm_count) or 1.0
-        behind = (f"{t} {100 * (cycles(t, *size, sm_count) / time - 1):+.0f} %" for t in others)
+        one_pass = [Cut(best.tile)] if best.splits > 1 else []
+        behind = (
+            f"{c} {100 * (cycles(c, *size, sm_count) / time - 1):+.0f} %"
+            for c in (*one_pass, *others)
+        )
+        split = ""
+        if best.splits > 1:
+            megabytes = 4 * sums(product, best.splits) / 1e6
+            split = (
+                f", k in {best.splits} splits, whose float32 sums ({megabytes:.3g} MB) a second "
+                "kernel adds up"
+            )
         return (
-            f"Hopper kernel, {best} tile: {tiles} tiles in {-(-tiles // sm_count)} waves on "
-            f"{sm_count} multiprocessors, predicted {time / 1e3:.0f} thousand cycles "
-            f"({', '.join(behind)})"
+            f"Hopper kernel, {best.tile} tile{split}: {pieces} {'pieces' if split else 'tiles'} in "
+            f"{-(-pieces // sm_count)} waves on {sm_count} multiprocessors, predicted "
+            f"{time / 1e3:.0f} thousand cycles ({', '.join(behind)})"
         )
 
     def aligned(self, *pointers: int) -> bool:
@@ -178,20 +207,25 @@ class Matmul:
         return not functools.reduce(int.__or__, pointers, 0) % ALIGNMENT
 
     def launch(
-        self, a: int, b: int, c: int, stream: int, rows: Sequence[int] = (), tensor: int = 0
-    ) -> None:
-        """Enqueues the product. a, b, c, rows, tensor: addresses where the buffers start."""
+        self, a: int, b: int, c: int, stream: int, rows: Sequence[int] = (), tensor: int = 0,
+        workspace: int = 0,
+    ) -> None:  # fmt: skip
+        """Enqueues the product. All but the stream are addresses where the buffers start;
+        workspace: of `sums` float32 elements, whatever they hold."""
         if self.grid == 0:
             return
         call = self._calls.mine
         if call is None:
             call = self._calls.mine = _Call(self._loaded.handle, self._config, self._rest)
-        pointers = (a, b, c, tensor, *rows)
+        finish = self._finish
+        pointers = (a, b, c, tensor, *rows) if finish is None else (a, b, 0, 0, workspace)
         if pointers != call.pointers:
             self._address(call, pointers)
         call.stream.value = stream
         if status := self._launch(*call.arguments):
             self._launch_again(call, status)
+        if finish is not None:
+            finish.launch(workspace, c, tensor, rows, stream)
 
     def _launch_again(self, call: _Call, status: int) -> None:
         """After a refusal: in a thread that has not yet touched CUDA, as autograd's workers may
@@ -228,14 +262,15 @@ class Matmul:
                     _check(encode(at, where), f"encoding tensor map {i} of {self.product}")
 
 
-def integers(product: Product, tile: TileConfig, layouts: Layouts) -> tuple[int, ...]:
-    """The ten integers of Args: m, n, m_tiles, n_tiles, tiles, k_blocks, then the batch steps."""
-    m_tiles, n_tiles = -(-product.m // tile.m), -(-product.n // tile.n)
-    tiles, blocks = product.batch * m_tiles * n_tiles, -(-product.k // 64)
-    if tiles >= 1 << 31:
-        raise UnsupportedError(f"{tiles} tiles are more than the kernel counts to")
+def integers(product: Product, cut: Cut, layouts: Layouts) -> tuple[int, ...]:
+    """The ten integers of Args: m, n, m_tiles, n_tiles, pieces, k_blocks, three batch steps and
+    splits."""
+    m_tiles, n_tiles = -(-product.m // cut.tile.m), -(-product.n // cut.tile.n)
+    pieces = cut.pieces(product.batch, product.m, product.n)
+    if pieces >= 1 << 31:
+        raise UnsupportedError(f"{pieces} tiles are more than the kernel counts to")
     steps = layouts.a.step, layouts.b.step, layouts.tensor.step if layouts.tensor else 0
-    return product.m, product.n, m_tiles, n_tiles, tiles, blocks, *steps, 0
+    return product.m, product.n, m_tiles, n_tiles, pieces, k_blocks(product.k), *steps, cut.splits
 
 
 Encoder = Callable[[int, int], int]

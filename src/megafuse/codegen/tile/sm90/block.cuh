@@ -13,10 +13,13 @@ constexpr int MAX_ROW_OPERANDS = 2;
 // The kernel's one parameter; runtime/matmul.py fills it in.
 struct Args {
   TensorMap a, b, c, tensor;
-  const void* row[MAX_ROW_OPERANDS];    // [batch, n], or [n] with stride 0
+  // [batch, n], or [n] with stride 0. Where k is split the first is the float32 sums' place instead,
+  // [batch, splits, m, n].
+  const void* row[MAX_ROW_OPERANDS];
   i64 row_stride[MAX_ROW_OPERANDS];     // bytes from one batch to the next
   int m, n, m_tiles, n_tiles, tiles, k_blocks;
-  int a_step, b_step, tensor_step, unused;  // 0 where all batches share the operand, else 1
+  int a_step, b_step, tensor_step;  // 0 where all batches share the operand, else 1
+  int splits;                       // runs of k-blocks of equal length, the last one what is left
 };
 
 // ---- shared memory ------------------------------------------------------------------------------
@@ -89,14 +92,23 @@ struct Ring {
 };
 
 struct Tile {
-  int batch, m, n;  // m and n in elements
+  int batch, m, n;    // m and n in elements
+  int first, blocks;  // the k-blocks that are summed over
+  int plane;          // [m, n] matrix that the sum belongs in: batch * splits + split
 };
 
 template <class S>
 MF_FN Tile tile_at(const Args& args, int q) {
-  const int plane = args.m_tiles * args.n_tiles, batch = q / plane, rest = q - batch * plane;
+  const int tiles = args.m_tiles * args.n_tiles, plane = q / tiles, rest = q - plane * tiles;
   const int n = rest / args.m_tiles, m = rest - n * args.m_tiles;
-  return {batch, m * Shared<S>::tile_m, n * Shared<S>::tile_n};
+  int batch = plane, first = 0, blocks = args.k_blocks;
+  if constexpr (S::split) {
+    const int run = (args.k_blocks + args.splits - 1) / args.splits;
+    batch = plane / args.splits;
+    first = (plane - batch * args.splits) * run;
+    blocks = args.k_blocks - first < run ? args.k_blocks - first : run;
+  }
+  return {batch, m * Shared<S>::tile_m, n * Shared<S>::tile_n, first, blocks, plane};
 }
 
 #define MF_TILES(q, args) \

@@ -9,6 +9,9 @@
 // words, and those leave for the staging slots while the tensor cores already work on the next tile.
 // The same registers then receive, in the middle of the next tile, the tensor operand of its own
 // epilogue (a residual), so that neither direction is waited for.
+//
+// Where k is split (S::split) a tile is one split's share of one tile of C. Its accumulator goes
+// straight to memory in float32, past staging and epilogue; finish.cuh does the rest.
 
 namespace mf {
 namespace sm90 {
@@ -25,15 +28,15 @@ MF_FN void load_operands(const Args& args, const Shared<S>& shared) {
   MF_TILES(q, args) {
     const Tile tile = tile_at<S>(args, q);
     const int a_batch = tile.batch * args.a_step, b_batch = tile.batch * args.b_step;
-    _Pragma("unroll 1") for (int block = 0; block < args.k_blocks; ++block) {
+    _Pragma("unroll 1") for (int block = 0; block < tile.blocks; ++block) {
       ptx::wait(shared.empty(ring.stage), ring.phase ^ 1);
       ptx::jitter(1);
       const u32 full = shared.full(ring.stage);
       ptx::arrive_expecting(full, Shared<S>::stage_bytes);
       A::template load<Shared<S>::tile_m>(shared.a(ring.stage), &args.a, full, tile.m,
-                                          block * BLOCK_K, a_batch);
+                                          (tile.first + block) * BLOCK_K, a_batch);
       B::template load<Shared<S>::tile_n>(shared.b(ring.stage), &args.b, full, tile.n,
-                                          block * BLOCK_K, b_batch);
+                                          (tile.first + block) * BLOCK_K, b_batch);
       ring.next();
     }
   }
@@ -186,6 +189,24 @@ MF_FN void finish(const float (&acc)[S::width / 2], u32 (&words)[S::width / 4],
   }
 }
 
+// Where k is split: a thread's sums as they lie, two columns of one row at a time. Four threads write
+// a whole sector, and nothing waits for the stores.
+template <class S>
+MF_FN void store_sums(const Args& args, const float (&acc)[S::width / 2], const Tile& tile,
+                      int group) {
+  const int row = first_row<S>(tile, group) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const int column = first_column<S>(tile, group) + threadIdx.x % 4 * 2;
+  float* const sums = (float*)args.row[0] + ((i64)tile.plane * args.m + row) * args.n + column;
+  MF_UNROLL for (int h = 0; h < 2; ++h) {  // rows r and r + 8
+    if (row + 8 * h >= args.m) break;
+    MF_UNROLL for (int i = 0; i < S::width / 8; ++i) {
+      const float* v = acc + 4 * i + 2 * h;
+      const Raw<8> pair = {{__float_as_uint(v[0]), __float_as_uint(v[1])}};
+      if (column + 8 * i < args.n) mf::ptx::write_global(sums + h * 8 * (i64)args.n + 8 * i, pair);
+    }
+  }
+}
+
 // The k-block at which this tile's epilogue operand is fetched: late enough to have arrived, after
 // the previous tile has left the slots; and the blocks between its two halves.
 constexpr int FETCH_AT = 8, FETCH_EVERY = 4;
@@ -207,8 +228,9 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
   u32 row_phase = 0;
 
   MF_TILES(q, args) {
+    const Tile tile = tile_at<S>(args, q);
     int last = 0;  // the stage whose products may still be running
-    _Pragma("unroll 1") for (int block = 0; block < args.k_blocks; ++block) {
+    _Pragma("unroll 1") for (int block = 0; block < tile.blocks; ++block) {
       ptx::wait(shared.full(ring.stage), ring.phase);
       ptx::jitter(4);
       const u32 a = A::descriptor(shared.a(ring.stage) + a_part);
@@ -239,29 +261,33 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
     ptx::mma_settled(acc);
     if (leader) ptx::arrive(shared.empty(last));
 
-    // What a short product left no k-blocks for.
-    MF_UNROLL for (int p = 0; p < pairs; ++p) {
-      if (pending && args.k_blocks <= p) {
-        MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.put(words, j);
-      }
-    }
-    if constexpr (S::tensor) {
+    if constexpr (S::split) {
+      store_sums<S>(args, acc, tile, group);
+    } else {
+      // What a short product left no k-blocks for.
       MF_UNROLL for (int p = 0; p < pairs; ++p) {
-        if (args.k_blocks <= FETCH_AT + p * FETCH_EVERY) {
-          MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.fetch(words, j);
+        if (pending && tile.blocks <= p) {
+          MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.put(words, j);
         }
       }
-    }
+      if constexpr (S::tensor) {
+        MF_UNROLL for (int p = 0; p < pairs; ++p) {
+          if (tile.blocks <= FETCH_AT + p * FETCH_EVERY) {
+            MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.fetch(words, j);
+          }
+        }
+      }
 
-    if constexpr (S::rows > 0) ptx::wait(shared.rows_full(), row_phase);
-    finish<S>(acc, words, shared, group);
-    if constexpr (S::rows > 0) {
-      row_phase ^= 1;
-      ptx::fence_async_shared();
-      __syncwarp();
-      if (leader) ptx::arrive(shared.rows_empty());
+      if constexpr (S::rows > 0) ptx::wait(shared.rows_full(), row_phase);
+      finish<S>(acc, words, shared, group);
+      if constexpr (S::rows > 0) {
+        row_phase ^= 1;
+        ptx::fence_async_shared();
+        __syncwarp();
+        if (leader) ptx::arrive(shared.rows_empty());
+      }
+      pending = true;
     }
-    pending = true;
   }
   if (pending) {
     MF_UNROLL for (int j = 0; j < chunks; ++j) staging.put(words, j);
@@ -286,7 +312,7 @@ MF_FN void gemm(const Args& args) {
         load_operands<S>(args, shared);
       } else if (warp == 1) {
         load_rows<S>(args, shared);
-      } else {
+      } else if constexpr (!S::split) {
         serve_staging<S>(args, shared, warp - 2);
       }
     }
