@@ -20,7 +20,6 @@ import torch
 from matmul import Job, interleaved
 
 from megafuse.codegen.tiles import TILES, Cut, cycles, ranked, split_counts
-from megafuse.runtime.matmul import Matmul
 
 SIZES = ("1408,2048,16384", "768,3072,8192", "512,512,65536", "256,256,100000", "64,128,100000")
 

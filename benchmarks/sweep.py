@@ -2,10 +2,11 @@
 
     python benchmarks/sweep.py [--count 30] [--seed 0] [--dtype bf16] [--json PATH]
 
-Shapes are drawn from 1 <= B <= 1024 and 8 <= T <= 64 (log-uniform), 64 <= D <= 1280 with D % T == 0, and
-k in {2, 3}. Kernels are built and checked in processes side by side; then all shapes are timed one after
-another in this process, a whole step between two events, so that host time counts where a training loop
-would wait for it. Exit status 1 when a check failed or a shape is slower than 0.97x eager.
+Shapes are drawn from 1 <= B <= 1024 and 8 <= T <= 64 (log-uniform), 64 <= D <= 1280 with
+D % T == 0, and k in {2, 3}. Kernels are built and checked in processes side by side; then all
+shapes are timed one after another in this process, a whole step between two events, so that host
+time counts where a training loop would wait for it. Exit status 1 when a check failed or a shape is
+slower than 0.97x eager.
 """
 
 from __future__ import annotations

@@ -79,9 +79,19 @@ def _cast_of_sum(g: GraphBuilder, x: Node) -> Node:
     return g.op("cast", g.reshape(total, 6), dtype=torch.bfloat16)
 
 
+def _times_one(g: GraphBuilder, x: Node) -> Node:
+    return g.op("div", g.op("mul", g.op("neg", x), 1.0), 1)
+
+
+def _input_times_one(g: GraphBuilder, x: Node) -> Node:
+    return g.op("mul", x, 1.0)
+
+
 @pytest.mark.parametrize(
     "build, expected",
     [
+        (_times_one, ["neg"]),
+        (_input_times_one, ["mul"]),
         (_reshapes, ["reshape", "neg"]),
         (_reshape_away, ["neg"]),
         (_permutes, ["permute", "neg"]),

@@ -184,7 +184,14 @@ template <int PENDING>
 void copy_wait() {}
 template <int BYTES>
 void read_shared(unsigned* w, unsigned shared) {
+  if (shared % BYTES) emulated::fail("a misaligned read of shared memory");
+  if (BYTES < 4) w[0] = 0;
   std::memcpy(w, emulated::dynamic_shared + shared, BYTES);
+}
+template <int BYTES>
+void write_shared(unsigned shared, const unsigned* w) {
+  if (shared % BYTES) emulated::fail("a misaligned write of shared memory");
+  std::memcpy(emulated::dynamic_shared + shared, w, BYTES);
 }
 template <class T>
 T hidden(T x) { return x; }

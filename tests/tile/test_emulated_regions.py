@@ -12,7 +12,7 @@ from test_device_words import emulated_module
 
 import megafuse
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import Schedule, _layout
+from megafuse.codegen.schedule import Schedule, _layout, _with_shelf
 from megafuse.fusion.plan import RowRegion
 from megafuse.ir import evaluate
 from megafuse.runtime.executor import BuiltRegion, Executor
@@ -65,9 +65,9 @@ def results(executor: Executor, built: BuiltRegion) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("team,teams,lanes", [(2, 2, 8), (64, 2, 4)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way,shelf", [*((w, False) for w in WAYS), ("ring", True)])
 def test_every_region(
-    executors: list[Executor], way: str, team: int, teams: int, lanes: int
+    executors: list[Executor], way: str, shelf: bool, team: int, teams: int, lanes: int
 ) -> None:
     for executor in executors:
         for region in executor.plan.regions:
@@ -75,11 +75,18 @@ def test_every_region(
                 continue
             stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
             schedule = Schedule(team, teams, stages, **WAYS[way])  # type: ignore[arg-type]
+            if shelf:
+                found = _with_shelf(region, schedule)
+                if found is None:
+                    assert region.kind != "group"
+                    continue
+                schedule = found
             kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
             module: Any = Emulated(kernel, region.kind == "group")
             expected = results(executor, executor.built[region.name])
             got = results(executor, BuiltRegion(region, kernel, module, 2))
-            assert got.keys() == expected.keys() and got
+            kept = {n.name for n in kernel.inside}
+            assert got.keys() == expected.keys() - kept and got
             for name, value in got.items():
                 error = (value - expected[name]).norm() / expected[name].norm()
                 assert error < 2**-8, f"{region.name} {name} in the way {way}: {error:.1e}"

@@ -25,7 +25,7 @@ from megafuse.ir import Dim, Node, as_dim, product
 class RowKernel:
     """Generated source of one region. kept: row axes that column sums keep apart, outermost of the
     parts; partial_columns: row length of each column sum; finish: name of the second step; shared:
-    bytes of dynamic shared memory of a block."""
+    bytes of dynamic shared memory of a block; inside: what never leaves it, and needs no memory."""
 
     name: str
     source: str
@@ -36,6 +36,7 @@ class RowKernel:
     finish: str | None
     fast: bool
     shared: int = 0
+    inside: frozenset[Node] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -118,6 +119,7 @@ def emit_rows(
         f"{name}_finish" if finish else None, e.fast,
         max(*(s.streams.rings for s in stages),
             shared_sums(region, schedule) if together(region, schedule) else 0),
+        frozenset(s.node for s in schedule.shelf if s.alone),
     )  # fmt: skip
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from megafuse.codegen.shelf import NARROWEST, Shelved, shelf_bytes, shelvable
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
-from megafuse.index import Axis, offset
+from megafuse.index import Axis, Coords, offset
 from megafuse.ir import Node, evaluate, product
 
 WIDEST = 8  # lanes of a vector on the device: 16 bytes of a 16-bit type
@@ -43,7 +44,7 @@ class Schedule:
     before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
     row's intermediate values from phase to phase, where computing them again costs more; in_turn:
     parts take rows in turn, so that together they read one moving window of memory, instead of a
-    span of rows each."""
+    span of rows each; shelf: what a group keeps in shared memory from stage to stage."""
 
     team: int
     teams: int
@@ -55,6 +56,7 @@ class Schedule:
     hold: bool = True
     keep: bool = True
     in_turn: bool = True
+    shelf: tuple[Shelved, ...] = ()
 
     @property
     def threads(self) -> int:
@@ -105,6 +107,7 @@ GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a t
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
+ROOM = 227 * 1024 - 2048  # bytes of shared memory of a block, less what reductions exchange
 ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
 
 
@@ -133,14 +136,53 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             teams = min(teams, max(4, GROUP_THREADS // team))
         depth = max(_depth(s, teams) for s in region.stages) if way.ring else 0
         schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
-        pairs = list(zip(region.stages, stages, strict=True))
-        if any(_ring_bytes(stage, layout, schedule) > SHARED for stage, layout in pairs):
+        if group and many and way.ring and (better := _with_shelf(region, schedule)) is not None:
+            yield better
+        if _shared_bytes(region, schedule) > SHARED:
             continue
         fits = all(
-            _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS for s, x in pairs
+            _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
+            for s, x in zip(region.stages, stages, strict=True)
         )
         if fits or elements == ELEMENTS[-1]:
             yield schedule
+
+
+def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
+    """The same layout with what is worth it on the shelf, and the rings as deep as the room left
+    allows; None where nothing fits. A shelf as large as a multiprocessor leaves room for one block,
+    which then has all the threads."""
+    teams = max(schedule.teams, THREADS // schedule.team)
+    plain = replace(schedule, teams=teams, depth=2)
+    for item in shelvable(region):
+        layout = schedule.stages[item.stage]
+        narrow = not item.made and layout.lanes * item.node.dtype.itemsize < NARROWEST
+        trial = replace(plain, shelf=(*plain.shelf, item))
+        if not (narrow or layout.long) and _shared_bytes(region, trial) <= ROOM:
+            plain = trial
+    if not plain.shelf:
+        return None
+    deeper = (replace(plain, depth=d) for d in range(schedule.depth, 1, -1))
+    return next((s for s in deeper if _shared_bytes(region, s) <= ROOM), plain)
+
+
+def _served(region: RowRegion, schedule: Schedule) -> set[tuple[Node, Coords]]:
+    """Reads that find their tensor on the shelf."""
+    return {
+        (read.node, read.coords)
+        for k, stage in enumerate(region.stages) for r in stage.roots for read in r.reads
+        for item in schedule.shelf
+        if item.node is read.node
+        and item.serves(k, offset(read.coords, read.node.shape), region)
+    }  # fmt: skip
+
+
+def _shared_bytes(region: RowRegion, schedule: Schedule) -> int:
+    """Bytes of the shelf, and of the rings of the stage that has most of them."""
+    served = _served(region, schedule)
+    pairs = zip(region.stages, schedule.stages, strict=True)
+    rings = max(_ring_bytes(stage, layout, schedule, served) for stage, layout in pairs)
+    return shelf_bytes(schedule.shelf) + rings
 
 
 def _depth(stage: Stage, teams: int) -> int:
@@ -160,14 +202,17 @@ def _lanes(stage: Stage) -> int:
     return next(v for v in (WIDEST, 4, 2, 1) if n % v == 0 and v * widest <= 16)
 
 
-def _streams(stage: Stage) -> list[tuple[torch.dtype, bool]]:
+def _streams(
+    stage: Stage, served: Collection[tuple[Node, Coords]] = ()
+) -> list[tuple[torch.dtype, bool]]:
     """(dtype, whether it changes from row to row) of every tensor that rows take along: read along
-    the row in runs, and not so small that it is read where it is used."""
+    the row in runs, and neither on the shelf nor so small that it is read where it is used."""
     cols = stage.settled_cols()
     seen = {
         (read.node, read.coords): any(c.axes - set(cols) for c in read.coords)
         for root in stage.roots for read in root.reads
         if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1
+        and (read.node, read.coords) not in served
     }  # fmt: skip
     return [(n.dtype, varies) for (n, _), varies in seen.items() if not (varies and is_small(n))]
 
@@ -196,11 +241,16 @@ def _registers(stage: Stage, schedule: Schedule) -> float:
     return need + sum(r.kind == "column" for r in stage.roots)
 
 
-def _ring_bytes(stage: Stage, layout: StageSchedule, schedule: Schedule) -> int:
+def _ring_bytes(
+    stage: Stage,
+    layout: StageSchedule,
+    schedule: Schedule,
+    served: Collection[tuple[Node, Coords]],
+) -> int:
     """Bytes of the stage's rings, each thread's vectors whole."""
     if layout.long:
         return 0
-    moving = sum(dtype.itemsize for dtype, varies in _streams(stage) if varies)
+    moving = sum(dtype.itemsize for dtype, varies in _streams(stage, served) if varies)
     return schedule.depth * schedule.threads * layout.steps * layout.lanes * moving
 
 

@@ -130,12 +130,19 @@ class StageEmitter:
         if root.kind == "store":
             wide = bool(root.axes & self.col_set)
             value = self.value(root.node, root.at, before, loop, memo, root.target is root.node)
-            pointer = self.e.pointer(root.target, write=True)
-            where = self.streams.access(offset(root.where, root.target.shape))
-            place = place_cpp(pointer, where)
+            at = offset(root.where, root.target.shape)
+            where = self.streams.access(at)
             comment = f"  // {root.node.origin}"
+            kind = CPP_TYPE[root.target.dtype]
+            kept = self.streams.shelved(root.target)
+            if kept is not None and kept[0].made:
+                there, byte = self.streams.on_shelf(*kept, at)
+                loop.append(f"mf::shelve<C{self.k}, {kind}, {there.run}>(team, j, {byte}, "
+                            f"{self.streams.column(there)}, {value});{comment}")  # fmt: skip
+                if kept[0].alone:
+                    return
+            place = place_cpp(self.e.pointer(root.target, write=True), where)
             if wide:
-                kind = CPP_TYPE[root.target.dtype]
                 loop.append(f"mf::store<C{self.k}, {kind}, {where.run}>(team, j, {place}, "
                             f"{self.streams.column(where)}, {value});{comment}")  # fmt: skip
             else:

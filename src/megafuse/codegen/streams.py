@@ -6,6 +6,7 @@ from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import StageSchedule, is_small, kept_axes
+from megafuse.codegen.shelf import Shelved, shelf_bytes
 from megafuse.fusion.plan import Stage
 from megafuse.index import Affine, Axis, Coords, offset
 from megafuse.ir import Node, as_dim, product
@@ -28,10 +29,11 @@ class RowStreams:
         self.written_before = {n for s in e.region.stages[:k] for n in _targets(s)}
         self.prologue: list[str] = []
         self.group_prologue: list[str] = []
-        self.rings = 0
+        self.rings = shelf_bytes(e.schedule.shelf)
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.advances: list[str] = []
+        self.first: list[str] = []  # of a row's body: where on the shelf it lies
         self.turns: dict[str, str] = {}  # scalar → its fetch
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
         self.tables: dict[tuple[str | None, int], str] = {}
@@ -83,12 +85,15 @@ class RowStreams:
         if key in self.leaves:
             return self.leaves[key]
         e, k = self.e, self.k
-        pointer = e.pointer(node)
-        where = self.access(offset(coords, node.shape))
-        kind = CPP_TYPE[node.dtype]
-        name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
-        fresh = node in self.written_before
         at = offset(coords, node.shape)
+        name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
+        if self._from_shelf(name, node, at):
+            self.leaves[key] = name, True
+            return self.leaves[key]
+        pointer = e.pointer(node)
+        where = self.access(at)
+        kind = CPP_TYPE[node.dtype]
+        fresh = node in self.written_before
         still = self._stays(at, fresh)
         place = place_cpp(pointer, where)
         wide = where.column is not None
@@ -115,6 +120,38 @@ class RowStreams:
             self.advances.append(f"{name}.advance();")
         self.leaves[key] = (name if wide or still is not None else f"{name}.value()", wide)
         return self.leaves[key]
+
+    # -- the shelf
+
+    def shelved(self, node: Node) -> tuple[Shelved, int] | None:
+        """The shelf's entry for a tensor, and the byte where it begins."""
+        start = 0
+        for item in self.e.schedule.shelf:
+            if item.node is node:
+                return item, start
+            start += item.nbytes
+        return None
+
+    def on_shelf(self, item: Shelved, start: int, at: Affine) -> tuple[Access, str]:
+        """How the element at offset `at` is addressed on the shelf, and the byte of the row."""
+        where = self.access(item.place(at, self.e.region))
+        row = f" + unsigned({where.row}) * {item.node.dtype.itemsize}" if where.row != "0" else ""
+        return where, f"{start}{row}"
+
+    def _from_shelf(self, name: str, node: Node, at: Affine) -> bool:
+        """Read `node` from the shelf, if it is there; in its first stage, bring the row in too."""
+        found = self.shelved(node)
+        if found is None or not found[0].serves(self.k, at, self.e.region):
+            return False
+        item, start = found
+        where, byte = self.on_shelf(item, start, at)
+        self.prologue.append(f"auto {name} = mf::shelf<C{self.k}, {CPP_TYPE[node.dtype]}, "
+                             f"{where.run}>({self.column(where)});")  # fmt: skip
+        self.first.append(f"{name}.turn({byte});")
+        if self.k == item.stage:
+            place = place_cpp(self.e.pointer(node), self.access(at))
+            self.ring_fetches.append(f"{name}.fetch(team, {place}, {byte});")
+        return True
 
     def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""
@@ -156,6 +193,7 @@ class RowStreams:
         extents = [product(a.extent for a in rows if self.merged.get(a, a) is b) for b in left]
         values = ", ".join(decompose("r", extents, narrow=True)) if names else "0"
         unpack = [f"const i64 {n} = q.{n};" for n in names]
+        lines = [*self.first, *lines]
         used = "\n".join(lines)
         unpack_body = [f"const i64 {n} = row.{n};" for n in names if f"{n}" in used]
         ring = bool(self.ring_fetches)

@@ -119,11 +119,13 @@ class Stage:
 @dataclass
 class RowRegion:
     """A row region; with more than one stage a group region: the block that owns a group (fixed
-    values of the `group` axes) runs every stage of it, with a barrier between."""
+    values of the `group` axes) runs every stage of it, with a barrier between. alone: what it
+    writes and nobody else reads."""
 
     stages: list[Stage]
     group: list[Axis] = field(default_factory=list)
     name: str = ""
+    alone: set[Node] = field(default_factory=set)
 
     @property
     def roots(self) -> list[Root]:

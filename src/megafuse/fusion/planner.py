@@ -95,6 +95,10 @@ class Planner:
             region.name = f"{letter}{i}"
             if isinstance(region, RowRegion):
                 widen(region)
+                others = {n for r in regions if r is not region for n in r.reads(buffers)}
+                others |= {n for r in regions if r is not region for n in r.writes()}
+                others |= {o.buffer for o in results if o is not None}
+                region.alone = set(region.writes()) - others
         return GraphPlan(
             self.graph, self.direction, regions, buffers, results, list(state.refused.values()),
             self.sizes, state.merges,

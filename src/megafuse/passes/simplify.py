@@ -9,6 +9,7 @@ Before → after:
     any view of a constant         → the constant in that shape
     sum(x, dims of both kinds)     → sum(sum(x, inner), outer)     inner = the trailing dims
     cast(reshape(sum(x) f32), t)   → reshape(sum(x) t)             the sum used once
+    x * 1, x / 1                   → x                             exact, NaN and -0 included
 """
 
 from __future__ import annotations
@@ -17,6 +18,17 @@ import torch
 
 from megafuse.ir import Arg, Dim, Graph, Node, Rewriter, TensorType
 from megafuse.ops import is_view
+
+
+def _is_one(arg: Arg) -> bool:
+    return type(arg) in (int, float) and arg == 1
+
+
+def _given(node: Node) -> bool:
+    """Whether `node` is a graph input's own elements: a result is never the caller's tensor."""
+    while is_view(node):
+        node = node.inputs[0]
+    return node.op == "input"
 
 
 class Simplify(Rewriter):
@@ -63,6 +75,8 @@ class Simplify(Rewriter):
             case "expand" if x.shape == node.shape:
                 return x
             case "cast" if x.dtype == node.dtype:
+                return x
+            case "mul" | "div" if _is_one(args[1]) and x.type == node.type and not _given(x):
                 return x
             case "cast" if x.dtype == torch.float32 and not node.attrs.get("written"):
                 return self._cast_of_sum(node, x)

@@ -197,7 +197,8 @@ class Executor:
     def _row_step(self, built: BuiltRegion, sizes: Mapping[str, int]) -> Step:
         kernel, region, device = built.kernel, built.region, self.device
         shape = launch(region, kernel.kept, kernel.schedule, sizes, self.spec, built.blocks_per_sm)
-        new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()]
+        new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()
+               if n not in kernel.inside]  # fmt: skip
         on_host = device.type != "cuda"
         copies = shape.parts * (kernel.schedule.teams if region.kind == "group" else 1)
         lengths = [copies * columns for columns in kernel.partial_columns]

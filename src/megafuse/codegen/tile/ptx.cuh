@@ -114,8 +114,23 @@ MF_FN void read_shared(unsigned* w, unsigned shared) {
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared));
   } else if constexpr (BYTES == 8) {
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared));
-  } else {
+  } else if constexpr (BYTES == 4) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(shared));
+  } else {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(w[0]) : "r"(shared));
+  }
+}
+template <int BYTES>
+MF_FN void write_shared(unsigned shared, const unsigned* w) {
+  if constexpr (BYTES == 16) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"r"(shared), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
+  } else if constexpr (BYTES == 8) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(w[0]), "r"(w[1]) : "memory");
+  } else if constexpr (BYTES == 4) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(w[0]) : "memory");
+  } else {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"((unsigned short)w[0]) : "memory");
   }
 }
 MF_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

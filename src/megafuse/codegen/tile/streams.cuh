@@ -248,6 +248,64 @@ struct Scalar {
   MF_FN real value() const { return Storage<T>::get(now.w, 0); }
 };
 
+// ---- a group's slice of a tensor, in shared memory from stage to stage ---------------------------
+
+MF_FN unsigned on_shelf(unsigned at) {
+  MF_DYNAMIC_SHARED(mf_shared);
+  return unsigned(__cvta_generic_to_shared(mf_shared)) + at;
+}
+
+// turn(at) chooses a row, by the byte in the block's shared memory where it begins; at() reads it in
+// aligned runs of A columns, col saying where a column lies from there. fetch starts the copies of a
+// row to its place, each thread its own vectors. Used inside mf::rows_ring when it fetches.
+template <class C, class T, int A, class Col>
+struct Shelf {
+  static constexpr int V = C::lanes, RUN = A < V ? A : V, BYTES = RUN * int(sizeof(T));
+  static constexpr int PIECE = BYTES < 16 ? BYTES : 16, PER = PIECE / int(sizeof(T));
+  Col col;
+  unsigned row = 0;
+  MF_FN explicit Shelf(Col c) : col(c) {}
+  template <class Team>
+  MF_FN void fetch(const Team& team, const T* base, unsigned to) const {
+    const T* from = ptx::hidden(base);
+    MF_STEPS(j, C)
+      if (C::live(team, j) == V)
+        MF_LANES(p, V / PER) {
+          const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
+          ptx::copy_async<PIECE>(on_shelf(to + c * unsigned(sizeof(T))), from + c);
+        }
+  }
+  MF_FN void turn(unsigned at) { row = on_shelf(at); }
+  template <class Team>
+  MF_FN Vec<V> at(const Team& team, int j) const {
+    Vec<V> v;
+    MF_LANES(p, V / PER) {
+      unsigned w[(PIECE + 3) / 4] = {};
+      if (C::live(team, j) == V) {
+        const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
+        ptx::read_shared<PIECE>(w, row + c * unsigned(sizeof(T)));
+      }
+      MF_LANES(i, PER) v.e[p * PER + i] = Storage<T>::get(w, i);
+    }
+    return v;
+  }
+};
+template <class C, class T, int A, class Col>
+MF_FN Shelf<C, T, A, Col> shelf(Col col) { return Shelf<C, T, A, Col>(col); }
+
+// Writes vector j of the row that begins at byte `to`.
+template <class C, class T, int A, class Team, class Col>
+MF_FN void shelve(const Team& team, int j, unsigned to, const Col& col, const Vec<C::lanes>& v) {
+  using S = Shelf<C, T, A, Col>;
+  if (C::live(team, j) != S::V) return;
+  MF_LANES(p, S::V / S::PER) {
+    Raw<S::PIECE> r;
+    Storage<T>::put(r.w, v.e + p * S::PER, S::PER);
+    const int c = place<C>(team, col, j, p * S::PER / S::RUN * S::RUN) + p * S::PER % S::RUN;
+    ptx::write_shared<S::PIECE>(on_shelf(to + c * unsigned(sizeof(T))), r.w);
+  }
+}
+
 // ---- writing ------------------------------------------------------------------------------------
 
 // Writes vector j of the row at `base`, in aligned runs of A columns.
