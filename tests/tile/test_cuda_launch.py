@@ -82,7 +82,7 @@ def test_refusals_have_names(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) 
     # A thread without a context gets one, and the launch is tried again.
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cuda, "_call", lambda *args: made.append(args))
-    fake.answers = [cuda._INVALID_CONTEXT, 0]
+    fake.answers = [cuda.INVALID_CONTEXT, 0]
     module.launch("k", (1, 1, 1), 1024, [1, 2, 3], 0)
     assert len(fake.calls) == 3 and made[0][1] is module._context
 

@@ -21,7 +21,7 @@ from megafuse.runtime import cache
 from megafuse.runtime.launch import Grid, Prepared, config, entry_point
 from megafuse.runtime.source import assemble
 
-_INVALID_CONTEXT = 201
+INVALID_CONTEXT = 201
 
 
 class DriverError(MegafuseError):
@@ -116,6 +116,11 @@ class CudaModule:
                 function = _call(driver.cuModuleGetFunction, self._module, name.encode())
                 _call(driver.cuFuncSetAttribute, function, attribute, size)
 
+    def entry(self, name: str) -> tuple[int, int]:
+        """The kernel's handle, and the bytes of dynamic shared memory it takes."""
+        kernel = self._kernels[name]
+        return kernel.handle.value or 0, kernel.shared
+
     def launch(
         self,
         name: str,
@@ -132,7 +137,7 @@ class CudaModule:
             return
         kernel = self._kernels[name]
         status = kernel.enqueue(grid, block, args, stream)
-        if status == _INVALID_CONTEXT:
+        if status == INVALID_CONTEXT:
             # A thread that has not yet touched CUDA, as autograd's workers may be.
             _call(_driver().cuCtxSetCurrent, self._context)
             status = kernel.enqueue(grid, block, args, stream)
@@ -230,6 +235,12 @@ class _Current:
 
     def __exit__(self, *_: object) -> None:
         _call(_driver().cuCtxPopCurrent)
+
+
+def make_current(device: int) -> None:
+    """Makes the device's primary context this thread's, which may not yet have touched CUDA."""
+    driver = _driver()
+    _call(driver.cuCtxSetCurrent, _call(driver.cuDevicePrimaryCtxRetain, device))
 
 
 def _driver() -> Any:

@@ -31,6 +31,7 @@ from megafuse.codegen.matmul import (
 from megafuse.errors import UnsupportedError
 from megafuse.runtime import cuda
 from megafuse.runtime.launch import Prepared, config, entry_point
+from megafuse.runtime.native import Launch, Patch
 from megafuse.runtime.product import (
     ALIGNMENT,
     Layouts,
@@ -185,10 +186,25 @@ class Matmul:
         if status := self._launch(*call.arguments):
             self._launch_again(call, status)
 
+    def launches(self, buffers: Sequence[Any], somewhere: int) -> list[Launch]:
+        """The same for `native.Queue`. buffers: what stands for a, b, c, tensor and rows.
+        somewhere: any aligned address on the device, which the maps hold at first."""
+        if self.grid == 0:
+            return []
+        call = _Call(self._loaded.handle, self._config, self._rest)
+        self._encode(call, (somewhere,) * len(self._starts))
+        places = [(i, at, True) for i, at in self._mapped]
+        places += [(i, _MAPS * _MAP_BYTES + 8 * (i - _MAPS), False)
+                   for i in range(_MAPS, len(self._starts))]  # fmt: skip
+        patches = [Patch(at, buffers[i], self._starts[i], map) for i, at, map in places]
+        what = f"{self.kernel.name} on {self.grid} blocks"
+        handle = self._loaded.handle.value or 0
+        return [Launch(what, handle, self._config, bytes(call.args), tuple(patches))]
+
     def _launch_again(self, call: _Call, status: int) -> None:
         """After a refusal: in a thread that has not yet touched CUDA, as autograd's workers may
         be, with the context made current; any other reason is an error."""
-        if status == cuda._INVALID_CONTEXT:
+        if status == cuda.INVALID_CONTEXT:
             cuda._call(cuda._driver().cuCtxSetCurrent, self._loaded.context)
             status = self._launch(*call.arguments)
         if status:
