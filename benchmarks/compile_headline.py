@@ -26,8 +26,8 @@ from megafuse.codegen.schedule import Schedule
 from megafuse.compiler import Plan, make_plan
 from megafuse.config import Options
 from megafuse.fusion.plan import GraphPlan, RowRegion
+from megafuse.runtime.built import emit_cuda
 from megafuse.runtime.cuda import Cubin, KernelResources
-from megafuse.runtime.executor import emit_cuda
 
 Case = tuple[tuple[int, int, int, int], torch.dtype]
 CASES: tuple[Case, ...] = (

@@ -28,8 +28,9 @@ from megafuse.codegen.schedule import Schedule, StageSchedule, columns_of
 from megafuse.fusion.describe import read_bytes, written_bytes
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import evaluate
+from megafuse.runtime.built import BuiltRegion, blocks_per_sm
 from megafuse.runtime.cuda import CudaModule, compile_cubin
-from megafuse.runtime.executor import BuiltRegion, Executor, blocks_per_sm
+from megafuse.runtime.executor import Executor
 from megafuse.subgraphs import Settings, load
 from megafuse.tools.environment import environment
 

@@ -14,7 +14,7 @@ from megafuse.codegen.rows import RowKernel, emit_rows
 from megafuse.codegen.schedule import cuda_schedules, host_schedule
 from megafuse.compiler import Plan
 from megafuse.fusion.plan import GraphPlan, RowRegion
-from megafuse.runtime.executor import emit_host
+from megafuse.runtime.built import emit_host
 from megafuse.runtime.source import assemble
 
 

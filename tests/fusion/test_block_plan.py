@@ -21,7 +21,7 @@ from megafuse import Options, workload
 from megafuse.compiler import Plan
 from megafuse.fusion.describe import boundaries
 from megafuse.fusion.plan import GraphPlan, MatmulRegion, RowRegion
-from megafuse.runtime.executor import emit_host
+from megafuse.runtime.built import emit_host
 
 FORWARD = ["group", "matmul", "rows", "matmul", "rows"]
 BACKWARD = ["rows", "matmul", "matmul", "rows", "matmul", "matmul", "group"]

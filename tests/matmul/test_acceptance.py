@@ -212,6 +212,20 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     return fake
 
 
+def test_a_launch_for_the_native_loop(driver: FakeDriver) -> None:
+    """Every address of the struct is a patch: maps by their starts, rows as numbers."""
+    z = replace(dense(T, B, 2 * H), offset=8)
+    matmul = runtime.Matmul(Product(X, W1, z, BIAS, (dense(T, 2 * H),)), 0)
+    (launch,) = matmul.launches(["a", "b", "c", None, "row"], 0x100)
+    assert [c[2] for c in driver.calls] == [0x100, 0x100, 0x110]
+    patches = [(p.at, p.buffer, p.start, p.map) for p in launch.patches]
+    assert patches == [
+        (0, "a", 0, True), (128, "b", 0, True), (256, "c", 16, True), (512, "row", 0, False)
+    ]  # fmt: skip
+    assert launch.function == 99 and len(launch.args) % 64 == 0
+    assert struct.unpack_from("=10i", launch.args, 544)[:2] == (B, 2 * H)
+
+
 def test_maps_are_encoded_once_and_then_readdressed(driver: FakeDriver) -> None:
     z = replace(dense(T, B, 2 * H), offset=8)
     product = Product(X, W1, z, BIAS, (dense(T, 2 * H),))

@@ -147,7 +147,8 @@ def test_both_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         order.append(("product", ctypes.c_int64.from_address(params[0] + 512).value))
         return 0
 
-    module = SimpleNamespace(launch=lambda *args: order.append(("finish", args[3][:4])))
+    module = SimpleNamespace(launch=lambda *args: order.append(("finish", args[3][:4])),
+                             entry=lambda name: (98, 0))  # fmt: skip
     loaded = SimpleNamespace(handle=ctypes.c_void_p(99), context=None, module=module)
     maps: list[int] = []
     entry = SimpleNamespace(launch=launch, encode=lambda at, *rest: maps.append(rest[2]) or 0,
@@ -166,6 +167,12 @@ def test_both_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         ("product", 0x8000), ("finish", [0x8000, 0x3000, 0, 0x4000]),
         ("product", 0x9000), ("finish", [0x9000, 0x3000, 0, 0x4000]),
     ]  # fmt: skip
+    first, second = matmul.launches(["a", "b", "c", None, "row"], 0x100)
+    assert (first.function, second.function) == (99, 98)
+    assert [(p.at, p.buffer, p.map) for p in first.patches if p.buffer is not None] == [
+        (0, "a", True), (128, "b", True), (512, matmul, False)
+    ]  # fmt: skip
+    assert [(p.at, p.buffer) for p in second.patches] == [(0, matmul), (8, "c"), (24, "row")]
 
 
 class _Nothing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,10 +52,20 @@ def test_a_split_product_gets_a_workspace(monkeypatch: pytest.MonkeyPatch) -> No
         return tensor
 
     calls: list[tuple[Any, ...]] = []
-    kernel = SimpleNamespace(sums=3 * 6 * 24, aligned=lambda *_: True,
-                             launch=lambda *args: calls.append((*args, dict(made))))  # fmt: skip
+
+    class Kernel:
+        sums = 3 * 6 * 24
+        aligned = staticmethod(lambda *_: True)
+
+        def launch(self, *args: Any) -> None:
+            calls.append((*args, dict(made)))
+
+        def launches(self, *_: Any) -> None:
+            return None
+
+    kernel = Kernel()
     monkeypatch.setattr(Executor, "_matmul_kernel", lambda *_: kernel)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 7, raising=False)
+    monkeypatch.setattr("megafuse.runtime.executor.current_stream", lambda _: 7)
     monkeypatch.setattr(torch, "empty", noted)
     x, w, b = (torch.randn(s).bfloat16() for s in ((6, 64), (24, 64), (24,)))
     run(lambda t: F.linear(*t), (x, w, b))

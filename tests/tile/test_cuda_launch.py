@@ -17,33 +17,39 @@ from tile_examples import Shape
 from megafuse.errors import ToolchainError
 from megafuse.runtime import cuda
 
-ENTRY = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,
-    *[ctypes.c_uint] * 7,
-    *[ctypes.c_void_p] * 3,
-)
+ENTRY = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 PARAMS = ctypes.POINTER(ctypes.POINTER(ctypes.c_longlong))
 
 
+class Config(ctypes.Structure):
+    """CUlaunchConfig, as cuda.h declares it."""
+
+    _fields_ = [
+        ("geometry", ctypes.c_uint * 7), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
 class FakeDriver:
-    """Stands where cuLaunchKernel is: notes every call, answers what it was told to."""
+    """Stands where cuLaunchKernelEx is: notes every call, answers what it was told to."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.answers: list[int] = []
         self.entry = ENTRY(self._launch)
 
-    def _launch(self, function: int, *rest: Any) -> int:
-        geometry, stream, params = rest[:7], rest[7], ctypes.cast(rest[8], PARAMS)
-        self.calls.append((function, geometry, stream, params[0][:3]))
+    def _launch(self, config: int, function: int, params: int, extra: int) -> int:
+        c = Config.from_address(config)
+        assert not extra and not c.attributes and not c.count
+        args = ctypes.cast(params, PARAMS)[0][:3]
+        self.calls.append((function, tuple(c.geometry), c.stream, args))
         return self.answers.pop(0) if self.answers else 0
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
-    monkeypatch.setattr(cuda, "_launch_function", lambda: driver.entry)
+    monkeypatch.setattr(cuda, "entry_point", lambda name: driver.entry)
     return driver
 
 
@@ -76,7 +82,7 @@ def test_refusals_have_names(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) 
     # A thread without a context gets one, and the launch is tried again.
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(cuda, "_call", lambda *args: made.append(args))
-    fake.answers = [cuda._INVALID_CONTEXT, 0]
+    fake.answers = [cuda.INVALID_CONTEXT, 0]
     module.launch("k", (1, 1, 1), 1024, [1, 2, 3], 0)
     assert len(fake.calls) == 3 and made[0][1] is module._context
 

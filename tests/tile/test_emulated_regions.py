@@ -15,7 +15,8 @@ from megafuse.codegen.rows import RowKernel, emit_rows
 from megafuse.codegen.schedule import Schedule, _layout, _with_shelf
 from megafuse.fusion.plan import RowRegion
 from megafuse.ir import evaluate
-from megafuse.runtime.executor import BuiltRegion, Executor
+from megafuse.runtime.built import BuiltRegion
+from megafuse.runtime.executor import Executor
 
 SHAPE = (3, 8, 72, 2)
 SIZES = {"s0": 3}

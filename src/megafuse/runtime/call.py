@@ -13,6 +13,7 @@ from megafuse.compiler import Plan
 from megafuse.config import Options
 from megafuse.errors import DoubleBackwardError
 from megafuse.layouts import from_memory, to_memory
+from megafuse.runtime.arena import Piece, as_tensor
 from megafuse.runtime.executor import Executor, Progress
 from megafuse.runtime.reference import interpret
 
@@ -34,14 +35,16 @@ class Compiled:
         if self.options.executor == "reference":
             return
         if self.forward is None:
-            self.forward = Executor(self.plan.forward, self.device, self.options, progress)
+            public = self.plan.captured.outputs
+            self.forward = Executor(self.plan.forward, self.device, self.options, progress, public)
         if self.backward is None and self.plan.backward is not None:
             self.backward = Executor(self.plan.backward, self.device, self.options, progress)
 
     def run_forward(
         self, tensors: Sequence[torch.Tensor], sizes: tuple[int, ...]
-    ) -> tuple[Values, Values, Values]:
-        """The call's own outputs, the values kept for backward, and the tensors as they were read.
+    ) -> tuple[Values, list[Any], Values]:
+        """The call's own outputs, the values kept for backward (pieces among them), and the tensors
+        as they were read.
 
         Buffers that the call writes have their new values on return.
         """
@@ -157,10 +160,14 @@ class Call(torch.autograd.Function):
         # that was written in the meantime; and hooks on saved tensors (checkpointing, offloading)
         # see everything.
         if _hooks_on_saved():
+            kept = [as_tensor(k) for k in kept]
             watched = set(range(len(kept)))
         else:
             public = {o.untyped_storage()._cdata for o in outputs}
-            watched = {i for i, k in enumerate(kept) if k.untyped_storage()._cdata in public}
+            watched = {
+                i for i, k in enumerate(kept)
+                if type(k) is not Piece and k.untyped_storage()._cdata in public
+            }  # fmt: skip
         ctx.kept = [None if i in watched else k for i, k in enumerate(kept)]
         ctx.watched = sorted(watched)
         ctx.save_for_backward(

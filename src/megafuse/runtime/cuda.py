@@ -18,9 +18,10 @@ from typing import Any
 
 from megafuse.errors import BuildError, MegafuseError, ToolchainError
 from megafuse.runtime import cache
+from megafuse.runtime.launch import Grid, Prepared, config, entry_point
 from megafuse.runtime.source import assemble
 
-_INVALID_CONTEXT = 201
+INVALID_CONTEXT = 201
 
 
 class DriverError(MegafuseError):
@@ -115,11 +116,16 @@ class CudaModule:
                 function = _call(driver.cuModuleGetFunction, self._module, name.encode())
                 _call(driver.cuFuncSetAttribute, function, attribute, size)
 
+    def entry(self, name: str) -> tuple[int, int]:
+        """The kernel's handle, and the bytes of dynamic shared memory it takes."""
+        kernel = self._kernels[name]
+        return kernel.handle.value or 0, kernel.shared
+
     def launch(
         self,
         name: str,
-        grid: tuple[int, int, int],
-        block: int | tuple[int, int, int],
+        grid: Grid,
+        block: int | Grid,
         args: Sequence[int],
         stream: int,
     ) -> None:
@@ -131,7 +137,7 @@ class CudaModule:
             return
         kernel = self._kernels[name]
         status = kernel.enqueue(grid, block, args, stream)
-        if status == _INVALID_CONTEXT:
+        if status == INVALID_CONTEXT:
             # A thread that has not yet touched CUDA, as autograd's workers may be.
             _call(_driver().cuCtxSetCurrent, self._context)
             status = kernel.enqueue(grid, block, args, stream)
@@ -185,56 +191,34 @@ def _load(
 # ---- launching -----------------------------------------------------------------------------------
 
 
-class _Slot(threading.local):
-    """One thread's argument buffer of one kernel: forward and backward run in different threads."""
+class _Calls(threading.local):
+    """One thread's prepared launches of a kernel: forward and backward run in different threads."""
 
-    size = -1
-    pack: Any = None
-    buffer: Any = None
-    params: Any = None
-
-    def resize(self, count: int) -> None:
-        self.size = count
-        self.pack = struct.Struct(f"={count}q").pack_into
-        self.buffer = ctypes.create_string_buffer(max(8 * count, 8))
-        # The kernel has one parameter, the Args struct, passed by value: an array of one pointer.
-        self.params = (ctypes.c_void_p * 1)(ctypes.addressof(self.buffer))
+    def __init__(self) -> None:
+        self.made: dict[Any, tuple[Prepared, Any]] = {}
 
 
 class _Kernel:
     """A function handle with everything a launch needs but the arguments."""
 
     def __init__(self, handle: int, shared: int = 0) -> None:
-        self._handle = ctypes.c_void_p(handle)
-        self._shared = shared
-        self._launch = _launch_function()
-        self._slot = _Slot()
+        self.handle, self.shared = ctypes.c_void_p(handle), shared
+        self._launch = entry_point("cuLaunchKernelEx")
+        self._calls = _Calls()
 
-    def enqueue(
-        self,
-        grid: tuple[int, int, int],
-        block: int | tuple[int, int, int],
-        args: Sequence[int],
-        stream: int,
-    ) -> int:
-        slot = self._slot
-        if slot.size != len(args):
-            slot.resize(len(args))
-        slot.pack(slot.buffer, 0, *args)
-        x, y, z = (block, 1, 1) if isinstance(block, int) else block
-        status: int = self._launch(
-            self._handle, *grid, x, y, z, self._shared, stream, slot.params, None
-        )
+    def enqueue(self, grid: Grid, block: int | Grid, args: Sequence[int], stream: int) -> int:
+        calls = self._calls.made
+        key = grid, block, len(args)
+        found = calls.get(key)
+        if found is None:
+            size = 8 * len(args)
+            call = Prepared(self.handle, config(grid, block, self.shared), size)
+            found = calls[key] = call, struct.Struct(f"={len(args)}q").pack_into
+        call, pack = found
+        pack(call.args, 0, *args)
+        call.stream.value = stream
+        status: int = self._launch(*call.arguments)
         return status
-
-
-@functools.cache
-def _launch_function() -> Any:
-    function = ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    unsigned, pointer = ctypes.c_uint, ctypes.c_void_p
-    function.argtypes = [pointer, *([unsigned] * 7), pointer, pointer, pointer]
-    function.restype = ctypes.c_int
-    return function
 
 
 # ---- the driver ----------------------------------------------------------------------------------
@@ -251,6 +235,12 @@ class _Current:
 
     def __exit__(self, *_: object) -> None:
         _call(_driver().cuCtxPopCurrent)
+
+
+def make_current(device: int) -> None:
+    """Makes the device's primary context this thread's, which may not yet have touched CUDA."""
+    driver = _driver()
+    _call(driver.cuCtxSetCurrent, _call(driver.cuDevicePrimaryCtxRetain, device))
 
 
 def _driver() -> Any:

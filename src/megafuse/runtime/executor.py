@@ -15,104 +15,59 @@ import sympy
 import torch
 
 from megafuse import dump
-from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import (
-    FEWEST_WARPS,
-    MANY_ROWS,
-    cuda_schedules,
-    host_schedule,
-    launch,
-)
+from megafuse.codegen.schedule import MANY_ROWS
 from megafuse.config import Options
-from megafuse.device import H200, DeviceSpec, spec_for
-from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, RowRegion
+from megafuse.device import DeviceSpec, spec_for
+from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, Region, RowRegion
 from megafuse.ir import Node, Ref, evaluate
-from megafuse.runtime.cuda import Cubin, CudaModule, compile_cubin
-from megafuse.runtime.host import HostModule, build_host
+from megafuse.runtime import native
+from megafuse.runtime.arena import Program, Reader, Work, as_tensor, program_of
+from megafuse.runtime.built import (
+    HOST_PARTS,
+    BuiltRegion,
+    RowCall,
+    Step,
+    Values,
+    blocks_per_sm,
+    current_stream,
+    emit_cuda,
+    emit_host,
+)
+from megafuse.runtime.cuda import CudaModule
+from megafuse.runtime.host import build_host
 from megafuse.runtime.matmul import Matmul, accepts, product_of
 
-SHARED_BYTES = 233_472
-"""Shared memory that a Hopper multiprocessor has for blocks, 1 KB each for the system included."""
-
-HOST_PARTS = 16
-"""Parts a CPU walks its rows in: column sums stay accurate over many rows."""
-
 Progress = Callable[[str, int, int], None]
-Values = dict[Node, torch.Tensor]
-Step = Callable[[Values], None]
 
 
-@dataclass
-class BuiltRegion:
-    """A row region's kernel, compiled and loaded."""
+@dataclass(frozen=True)
+class Recipe:
+    """A direction at fixed sizes. steps: a name for profiles, and what it does. program: the same
+    for small calls."""
 
-    region: RowRegion
-    kernel: RowKernel
-    module: HostModule | CudaModule
-    blocks_per_sm: int
-
-
-def emit_host(plan: GraphPlan, region: RowRegion, rounding: bool) -> RowKernel:
-    return emit_rows(region, plan.buffers, host_schedule(region), rounding, f"mf_{region.name}")
-
-
-def emit_cuda(
-    plan: GraphPlan,
-    region: RowRegion,
-    rounding: bool,
-    arch: str,
-    debug: bool = False,
-    sizes: Mapping[str, int] | None = None,
-) -> tuple[RowKernel, Cubin]:
-    """The preferred layout whose kernels the assembler fits without spilling and that keeps a
-    multiprocessor busy (else the one that spills least), compiled for `arch`. Needs no GPU.
-
-    sizes: of the call (default: those the plan was made for); all that counts is on which side of
-    `MANY_ROWS` the region's rows are."""
-    best: tuple[int, RowKernel, Cubin] | None = None
-    rows = plan.rows_of(region, sizes)
-    for schedule in cuda_schedules(region, rows):
-        kernel = emit_rows(region, plan.buffers, schedule, rounding, f"mf_{region.name}")
-        # Where launches cost more than arithmetic, float32 storage gets double arithmetic.
-        wide = not kernel.fast and rows < MANY_ROWS
-        cubin = compile_cubin(
-            kernel.source, kernel.names, arch, fast=kernel.fast, debug=debug, wide=wide
-        )
-        spills = sum(r.spill_stores + r.spill_loads for r in cubin.resources.values())
-        warps = blocks_per_sm(kernel, cubin, H200) * -(-schedule.threads // 32)
-        if warps < FEWEST_WARPS and rows >= MANY_ROWS:
-            spills += 1 << 20  # so that any layout with more warps is better
-        if best is None or spills < best[0]:
-            best = (spills, kernel, cubin)
-        if spills == 0:
-            break
-    assert best is not None
-    return best[1], best[2]
-
-
-def blocks_per_sm(kernel: RowKernel, cubin: Cubin, spec: DeviceSpec) -> int:
-    """How many blocks of `kernel` a multiprocessor holds at once."""
-    used = cubin.resources[kernel.name]
-    warps = -(-kernel.schedule.threads // 32)
-    registers = -(-used.registers // 8) * 8 * 32 * warps
-    by_shared = SHARED_BYTES // (kernel.shared + used.shared_bytes + 1024)
-    return max(1, min(spec.registers // registers, by_shared, spec.threads // (warps * 32), 32))
+    steps: list[tuple[str, Step]]
+    results: list[Reader | None]
+    program: Program | None
 
 
 class Executor:
     """One direction of a plan on one device.
 
-    device: where every tensor lives. Raises BuildError, ToolchainError.
+    device: where every tensor lives. public: how many of the results, from the first, the caller
+    gets; the others are only given to another executor, and may be pieces of an arena. Raises
+    BuildError, ToolchainError.
     """
 
     def __init__(
-        self, plan: GraphPlan, device: torch.device, options: Options, progress: Progress | None
-    ) -> None:
+        self, plan: GraphPlan, device: torch.device, options: Options, progress: Progress | None,
+        public: int | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.device, self.options = plan, device, options
         self.spec: DeviceSpec = spec_for(device)
         self.built = self._build(progress or (lambda *_: None))
         self._other: dict[str, BuiltRegion] = {}  # for calls on the other side of MANY_ROWS
-        self.recipes: dict[tuple[int, ...], tuple[list[tuple[str, Step]], list[Any]]] = {}
+        self.public = public
+        self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._last = plan.last_use()
 
     def _build(self, progress: Progress) -> dict[str, BuiltRegion]:
@@ -158,100 +113,77 @@ class Executor:
 
     # -- running
 
-    def run(self, inputs: list[torch.Tensor], sizes: tuple[int, ...]) -> list[Any]:
-        """inputs: the graph's inputs, contiguous, in order; the list is emptied, so that a tensor
-        nobody else holds is freed after its last use. sizes: values of the run-time sizes in order
-        of name. Returns the graph's outputs (None where it has none)."""
+    def run(self, inputs: list[Any], sizes: tuple[int, ...]) -> list[Any]:
+        """inputs: the graph's inputs (None where nothing reads one), contiguous, as tensors or
+        pieces; the list is emptied, so that a tensor nobody else holds is freed after its last use.
+        sizes: values of the run-time sizes in order of name. Returns the graph's outputs (None
+        where it has none)."""
         recipe = self.recipes.get(sizes)
         if recipe is None:
             recipe = self.recipes[sizes] = self._recipe(sizes)
-        steps, results = recipe
-        values: Values = dict(zip(self.plan.graph.inputs, inputs, strict=True))
+        profiled = torch.autograd._profiler_enabled()
+        if recipe.program is not None and not profiled:
+            results = recipe.program.run(inputs)
+            if results is not None:
+                inputs.clear()
+                return results
+        values: Values = dict(zip(self.plan.graph.inputs, map(as_tensor, inputs), strict=True))
         inputs.clear()
-        if torch.autograd._profiler_enabled():
-            for name, step in steps:
+        if profiled:
+            for name, step in recipe.steps:
                 with torch.profiler.record_function(name):
                     step(values)
         else:
-            for _, step in steps:
+            for _, step in recipe.steps:
                 step(values)
-        return [None if r is None else r(values) for r in results]
+        return [None if r is None else r(values) for r in recipe.results]
 
-    def _recipe(self, sizes: tuple[int, ...]) -> tuple[list[tuple[str, Step]], list[Any]]:
+    def _recipe(self, sizes: tuple[int, ...]) -> Recipe:
         named = dict(zip(sorted(self.plan.graph.sizes), sizes, strict=True))
+        works = [self._work(region, named) for region in self.plan.regions]
         steps: list[tuple[str, Step]] = []
-        for i, region in enumerate(self.plan.regions):
-            dead = [n for n, last in self._last.items() if last == i]
-            if isinstance(region, RowRegion):
-                step = self._row_step(self.kernel(region, named), named)
-            elif isinstance(region, MatmulRegion):
-                step = self._matmul_step(region, named)
-            else:
-                step = self._extern_step(region, named)
-            steps.append((region.name, step))
-            if dead:
+        for i, work in enumerate(works):
+            steps.append((work.region.name, work.step))
+            if dead := [n for n, last in self._last.items() if last == i]:
                 steps.append(("free", _free(dead)))
         results = [None if o is None else _view(o, named) for o in self.plan.results]
-        return steps, results
+        program = None
+        if not self.options.sanitize:  # which watches the edges of tensors
+            program = program_of(
+                self.plan, works, results, named, self.device, self.public, self._target
+            )
+        return Recipe(steps, results, program)
+
+    def _target(self) -> native.Target | None:
+        return native.on_cuda(self.device.index) if self.device.type == "cuda" else native.on_host()
+
+    def _work(self, region: Region, sizes: Mapping[str, int]) -> Work:
+        if isinstance(region, RowRegion):
+            call = RowCall(self.kernel(region, sizes), sizes, self.spec)
+            room: dict[Any, int] = {call: call.workspace} if call.workspace else {}
+            return Work(region, call.step(self.device), call.launches(), room)
+        if isinstance(region, ExternRegion):
+            return Work(region, self._extern_step(region, sizes))
+        kernel = self._matmul_kernel(region, sizes)
+        step = self._matmul_step(region, sizes, kernel)
+        if kernel is None:
+            return Work(region, step)
+        room = {kernel: 4 * kernel.sums} if kernel.sums else {}
+        return Work(region, step, self._launches(region, kernel), room)
+
+    def _launches(self, region: MatmulRegion, kernel: Matmul) -> list[native.Launch]:
+        rows = [o.buffer for kind, o in region.extras if kind == "row"]
+        tensor = next((o.buffer for kind, o in region.extras if kind == "tensor"), None)
+        somewhere = torch.empty(256, dtype=torch.uint8, device=self.device)
+        buffers = [region.a.buffer, region.b.buffer, region.node, tensor, *rows]
+        return kernel.launches(buffers, somewhere.data_ptr())
 
     def _row_step(self, built: BuiltRegion, sizes: Mapping[str, int]) -> Step:
-        kernel, region, device = built.kernel, built.region, self.device
-        shape = launch(region, kernel.kept, kernel.schedule, sizes, self.spec, built.blocks_per_sm)
-        new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()
-               if n not in kernel.inside]  # fmt: skip
-        on_host = device.type != "cuda"
-        copies = shape.parts * (kernel.schedule.teams if region.kind == "group" else 1)
-        lengths = [copies * columns for columns in kernel.partial_columns]
-        starts = [4 * sum(lengths[:i]) for i in range(len(lengths))]
-        total = sum(lengths)
-        fixed = {"parts": shape.parts, "chunks": shape.chunks, "span": shape.span}
-        template: list[Any] = []
-        for arg in kernel.args:
-            if arg.kind == "buffer":
-                template.append(arg.node)
-            elif arg.kind == "partial":
-                template.append(starts[arg.index])
-            else:
-                template.append(sizes[arg.name] if arg.kind == "size" else fixed[arg.kind])
-        partial_at = [i for i, arg in enumerate(kernel.args) if arg.kind == "partial"]
-        buffer_at = [i for i, arg in enumerate(kernel.args) if arg.kind == "buffer"]
-        module, name, finish = built.module, kernel.name, kernel.finish
-        threads = kernel.schedule.threads
-        grid = (shape.grid, 1, 1)
-        sums = len(kernel.partial_columns)
-        tiles = max((-(-c // 32) for c in kernel.partial_columns), default=1)
-        finish_grid = (min(tiles * max(1, shape.parts // shape.chunks), 1056), max(sums, 1), 1)
-        empty_launch = shape.parts == 0
+        return RowCall(built, sizes, self.spec).step(self.device)
 
-        def step(values: Values) -> None:
-            for node, extents, dtype in new:
-                if node in values:  # a concatenation that another region writes a part of
-                    continue
-                values[node] = torch.empty(extents, dtype=dtype, device=device)
-            args = list(template)
-            for i in buffer_at:
-                args[i] = values[args[i]].data_ptr()
-            if total:
-                workspace = torch.empty(total, dtype=torch.float32, device=device)
-                base = workspace.data_ptr()
-                for i in partial_at:
-                    args[i] += base
-            if empty_launch:
-                return
-            if on_host:
-                module.launch(name, args)  # type: ignore[call-arg,arg-type]
-                if finish:
-                    module.launch(finish, args)  # type: ignore[call-arg,arg-type]
-                return
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            module.launch(name, grid, threads, args, stream)  # type: ignore[call-arg]
-            if finish:
-                module.launch(finish, finish_grid, (32, 8, 1), args, stream)  # type: ignore[call-arg]
-
-        return step
-
-    def _matmul_step(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Step:
-        kernel = self._matmul_kernel(region, sizes)
+    def _matmul_step(
+        self, region: MatmulRegion, sizes: Mapping[str, int], kernel: Matmul | None
+    ) -> Step:
         a, b = _view(region.a, sizes), _view(region.b, sizes)
         extents = [evaluate(d, sizes) for d in region.node.shape]
         node, dtype, device = region.node, region.node.dtype, self.device
@@ -268,7 +200,7 @@ class Executor:
                 rows = [values[n].data_ptr() for n in of_rows]
                 tensor = values[of_tensor].data_ptr() if of_tensor is not None else 0
                 if kernel.aligned(*places, *rows, tensor):
-                    stream = torch._C._cuda_getCurrentRawStream(device.index)
+                    stream = current_stream(device)
                     if kernel.sums:
                         workspace = torch.empty(kernel.sums, dtype=torch.float32, device=device)
                         kernel.launch(*places, stream, rows, tensor, workspace.data_ptr())

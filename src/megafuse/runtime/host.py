@@ -40,6 +40,10 @@ class HostModule:
             entry.restype = None
             self._entries[name] = entry
 
+    def entry(self, name: str) -> tuple[int, int]:
+        """The address of an entry point; no shared memory."""
+        return ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0, 0  # type: ignore[arg-type]
+
     def launch(self, name: str, args: Sequence[int]) -> None:
         """Runs every part of `name` and returns when it is done."""
         self._entries[name]((ctypes.c_longlong * len(args))(*args))

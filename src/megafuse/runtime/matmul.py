@@ -28,6 +28,8 @@ from megafuse.codegen.matmul import (
 from megafuse.codegen.tiles import Cut, TileConfig, cycles, k_blocks, ranked, whole_splits
 from megafuse.errors import UnsupportedError
 from megafuse.runtime import cuda
+from megafuse.runtime.launch import Prepared, config, entry_point
+from megafuse.runtime.native import Launch, Patch
 from megafuse.runtime.product import (
     ALIGNMENT,
     Layouts,
@@ -84,7 +86,7 @@ class _Loaded:
 
     def __init__(self, kernel: MatmulKernel, device: int, debug: bool) -> None:
         self.module = cuda.CudaModule(compile_matmul(kernel, debug=debug), kernel.names, device)
-        self.handle = self.module._kernels[kernel.name]._handle
+        self.handle = self.module._kernels[kernel.name].handle
         self.context = self.module._context
         with cuda._Current(self.context):
             _check(_entry_points().allow_shared(self.handle, _DYNAMIC_SHARED, kernel.shared_bytes),
@@ -95,29 +97,20 @@ class _Loaded:
 
 _MAP_BYTES, _MAPS = 128, 4  # of gemm.cuh's Args: a, b, c, tensor
 _REST = struct.Struct(f"={2 * MAX_ROWS}q10i")  # row pointers, row strides, ten integers
-_CONFIG, _STREAM_AT = struct.Struct("=7I4x2QI4x"), 32  # CUlaunchConfig
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
 
-class _Call:
-    """One thread's launch, ready but for the stream and the pointers: the parameter struct, the
-    pointers it holds, and the driver's arguments as the objects that ctypes need not convert."""
+class _Call(Prepared):
+    """One thread's launch, ready but for the stream and the pointers, and the pointers it holds."""
 
     def __init__(self, function: ctypes.c_void_p, config: bytes, rest: bytes) -> None:
-        size = -(-(_MAPS * _MAP_BYTES + _REST.size) // 64) * 64  # the struct is aligned to 64
-        self._room = ctypes.create_string_buffer(size + 63)
-        self.address = ctypes.addressof(self._room) + -ctypes.addressof(self._room) % 64
+        super().__init__(function, config, -(-(_MAPS * _MAP_BYTES + _REST.size) // 64) * 64)
         rows_at = self.address + _MAPS * _MAP_BYTES
         ctypes.memmove(rows_at, rest, len(rest))
         self.rows = (ctypes.c_int64 * MAX_ROWS).from_address(rows_at)
         self.pointers: tuple[int, ...] = ()
-
-        launch_config = ctypes.create_string_buffer(config, len(config))
-        self.stream = ctypes.c_void_p.from_buffer(launch_config, _STREAM_AT)
-        params = (ctypes.c_void_p * 1)(self.address)
-        self.arguments = launch_config, function, params, ctypes.c_void_p()
 
 
 class _Calls(threading.local):
@@ -169,7 +162,7 @@ class Matmul:
         strides += [0] * (MAX_ROWS - len(strides))
         self._rest = _REST.pack(*[0] * MAX_ROWS, *strides, *numbers)
         shared = self.kernel.shared_bytes
-        self._config = _CONFIG.pack(self.grid, 1, 1, THREADS, 1, 1, shared, 0, 0, 0)
+        self._config = config((self.grid, 1, 1), THREADS, shared)
         self._calls = _Calls()
         self._mapped = [(i, i * _MAP_BYTES) for i, e in enumerate(self._maps) if e is not None]
         self._launch, self._readdress = _entry_points().launch, _entry_points().readdress
@@ -227,10 +220,32 @@ class Matmul:
         if finish is not None:
             finish.launch(workspace, c, tensor, rows, stream)
 
+    def launches(self, buffers: Sequence[Any], somewhere: int) -> list[Launch]:
+        """The same for `native.Queue`. buffers: what stands for a, b, c, tensor and rows; this
+        object stands for the workspace. somewhere: any aligned address on the device, which the
+        maps hold at first."""
+        if self.grid == 0:
+            return []
+        call = _Call(self._loaded.handle, self._config, self._rest)
+        self._encode(call, (somewhere,) * len(self._starts))
+        finish = self._finish
+        if finish is not None:
+            a, b, c, tensor, *rows = buffers
+            second = finish.prepared([self, c, tensor, *rows])
+            buffers = [a, b, None, None, self]
+        places = [(i, at, True) for i, at in self._mapped]
+        places += [(i, _MAPS * _MAP_BYTES + 8 * (i - _MAPS), False)
+                   for i in range(_MAPS, len(self._starts))]  # fmt: skip
+        patches = [Patch(at, buffers[i], self._starts[i], map) for i, at, map in places]
+        what = f"{self.kernel.name} on {self.grid} blocks"
+        handle = self._loaded.handle.value or 0
+        first = Launch(what, handle, self._config, bytes(call.args), tuple(patches))
+        return [first] if finish is None else [first, second]
+
     def _launch_again(self, call: _Call, status: int) -> None:
         """After a refusal: in a thread that has not yet touched CUDA, as autograd's workers may
         be, with the context made current; any other reason is an error."""
-        if status == cuda._INVALID_CONTEXT:
+        if status == cuda.INVALID_CONTEXT:
             cuda._call(cuda._driver().cuCtxSetCurrent, self._loaded.context)
             status = self._launch(*call.arguments)
         if status:
@@ -309,18 +324,15 @@ class _EntryPoints:
 
 @functools.cache
 def _entry_points() -> _EntryPoints:
-    library = ctypes.CDLL("libcuda.so.1")
     pointer, word, number = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
-    encode = library.cuTensorMapEncodeTiled
+    encode = entry_point("cuTensorMapEncodeTiled")
     encode.argtypes = [pointer, number, word, pointer, pointer, pointer, pointer, pointer,
                        number, number, number, number]  # fmt: skip
-    readdress = library.cuTensorMapReplaceAddress
+    readdress = entry_point("cuTensorMapReplaceAddress")
     readdress.argtypes = [pointer, pointer]
-    allow = library.cuFuncSetAttribute
+    allow = entry_point("cuFuncSetAttribute")
     allow.argtypes = [pointer, number, number]
-    for function in (library.cuLaunchKernelEx, encode, readdress, allow):
-        function.restype = number
-    return _EntryPoints(library.cuLaunchKernelEx, encode, readdress, allow)
+    return _EntryPoints(entry_point("cuLaunchKernelEx"), encode, readdress, allow)
 
 
 def _check(status: int, doing: str) -> None:

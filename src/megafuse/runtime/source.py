@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-_TILE = Path(__file__).resolve().parent.parent / "codegen" / "tile"
+TILE = Path(__file__).resolve().parent.parent / "codegen" / "tile"
 _GUARD = "#ifndef MF_TILE_H"
 
 Header = Literal["host.h", "cuda.cuh"]
@@ -23,9 +23,9 @@ def header(name: Header, ptx: str | None = None) -> str:
     def part(match: re.Match[str]) -> str:
         if match[1] == "ptx.cuh" and ptx is not None:
             return ptx
-        return (_TILE / match[1]).read_text(encoding="utf-8")
+        return (TILE / match[1]).read_text(encoding="utf-8")
 
-    return _INCLUDE.sub(part, (_TILE / name).read_text(encoding="utf-8"))
+    return _INCLUDE.sub(part, (TILE / name).read_text(encoding="utf-8"))
 
 
 def assemble(source: str, name: Header) -> str:
