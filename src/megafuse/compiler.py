@@ -59,12 +59,13 @@ def make_plan(
     epilogues: bool = False,
     layouts: Layouts | None = None,
     dynamic: bool = True,
+    on_gpu: bool = False,
 ) -> Plan:
     """Plan `function(tensors)` with its gradients; see `capture` for the arguments.
 
     observe: gets (name, text) of every stage, for MEGAFUSE_DUMP. epilogues: whether products can
     add bias and residual before they store. layouts: eager's, from `layouts.probe`.
-    dynamic: whether the batch is a run-time size.
+    dynamic: whether the batch is a run-time size. on_gpu: whether convolutions are cuDNN's.
     Raises CaptureError, UnsupportedError, and what the user's own code raises.
     """
     try:
@@ -87,7 +88,7 @@ def make_plan(
         observe(f"{count:02d}-{graph.made_by.split()[0]}.py", str(graph))
         count += 1
 
-    joint = passes.run(captured.graph, see, epilogues)
+    joint = passes.run(captured.graph, see, epilogues, on_gpu)
     hints = {
         name: max(2, int(tensors[index].shape[dim]))
         for name, (index, dim) in joint.sizes.items() if index < len(tensors)

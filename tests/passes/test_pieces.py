@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from support import GraphBuilder, assert_close_to_float64, kinds, ops_of, plan_of
 from torch import Tensor, nn
 
 import megafuse
 from megafuse import Options, passes
+from megafuse.fusion.plan import MatmulRegion
 from megafuse.ir import Graph
+from megafuse.passes.dce import dce
 from megafuse.passes.operands import copied_operands, layout_of
 from megafuse.passes.pieces import MOST_PARTS, pieces
 from megafuse.passes.whole import whole_products
 from megafuse.runtime.reference import interpret
+from megafuse.subgraphs import Case
+from megafuse.tools.coverage import meta_plan
 
 HALF = torch.bfloat16
 
@@ -144,21 +149,23 @@ def biased(g: GraphBuilder, dtype: torch.dtype, **attrs: bool):  # type: ignore[
 
 def test_only_what_was_one_call_becomes_one_again() -> None:
     for dtype, attrs, want in (
-        (HALF, {"bias": True}, True), (HALF, {}, False), (torch.float32, {"bias": True}, False),
+        (HALF, {"bias": True}, True), (HALF, {}, False), (torch.float32, {"bias": True}, True),
+        (torch.float32, {}, False),
     ):  # fmt: skip
         g = GraphBuilder()
         after = passes.run(g.graph(biased(g, dtype, **attrs)))
-        calls = [n.attrs["target"] for n in after.nodes if n.op == "extern"]
-        assert calls == (["aten.addmm.default"] if want else [])
-        assert ("matmul" in ops_of(after)) is not want
+        (product,) = (n for n in after.nodes if n.op == "matmul")
+        assert product.attrs.get("epilogue") == (("row",) if want else None)
+        assert ("add" in ops_of(after)) is not want
 
 
-def test_a_bias_by_batch() -> None:
+@pytest.mark.parametrize("shape", [(3, 1, 5), (3, 6, 5)])
+def test_a_bias_by_batch(shape: tuple[int, ...]) -> None:
     g = GraphBuilder()
-    a, b, bias = (g.input(*s, dtype=HALF) for s in ((3, 6, 4), (3, 4, 5), (3, 1, 5)))
+    a, b, bias = (g.input(*s, dtype=HALF) for s in ((3, 6, 4), (3, 4, 5), shape))
     total = g.op("add", bias, g.op("matmul", a, b, shape=(3, 6, 5)), bias=True)
-    (call,) = (n for n in whole_products(g.graph(total)).nodes if n.op == "extern")
-    assert call.attrs["target"] == "aten.baddbmm.default"
+    (product,) = (n for n in dce(whole_products(g.graph(total))).nodes if n.op == "matmul")
+    assert product.attrs["epilogue"] == ("row" if shape[1] == 1 else "tensor",)
 
 
 class Linears(nn.Module):
@@ -171,9 +178,6 @@ class Linears(nn.Module):
 
 
 def test_linear_layers_on_a_hopper_gpu_are_products_with_epilogues() -> None:
-    from megafuse.subgraphs import Case
-    from megafuse.tools.coverage import meta_plan
-
     with torch.device("meta"):
         module, x = Linears().to(HALF), torch.randn(2, 7, 24, dtype=HALF, requires_grad=True)
     plan = meta_plan(Case(module, (x,)))
@@ -185,10 +189,31 @@ def test_linear_layers_on_a_hopper_gpu_are_products_with_epilogues() -> None:
 def test_linear_layers_elsewhere_round_as_eager_does() -> None:
     torch.manual_seed(0)
     module, x = Linears().to(HALF), torch.randn(2, 7, 24, dtype=HALF, requires_grad=True)
-    assert kinds(plan_of(module, x))[0] == ["extern", "rows", "extern", "rows"]
+    assert kinds(plan_of(module, x))[0] == ["matmul", "rows", "matmul", "rows"]
     assert_close_to_float64(module, [x])
     fused = megafuse.fuse(module, options=Options(rounding="eager"))
     torch.testing.assert_close(fused(x), module(x), rtol=0, atol=0)
+
+
+def test_float32_linear_layers_are_the_calls_eager_makes() -> None:
+    """The bias is added before the one rounding, on a Hopper GPU too; bytes count it with them."""
+    torch.manual_seed(0)
+    x, layer = torch.randn(6, 64, requires_grad=True), nn.Linear(64, 24)
+    fused = megafuse.fuse(layer, x)
+    assert torch.equal(fused(x), layer(x))
+    (product,) = (r for r in fused.summary(x).regions if r.direction == "forward")
+    assert product.kind == "matmul" and product.flops == 2 * 6 * 64 * 24
+    assert product.bytes_read == 4 * (6 * 64 + 64 * 24 + 24)
+    with torch.device("meta"):
+        there = meta_plan(Case(nn.Linear(64, 24), (torch.randn(6, 64, requires_grad=True),)))
+    (region,) = there.forward.regions
+    assert isinstance(region, MatmulRegion) and [kind for kind, _ in region.extras] == ["row"]
+
+
+def test_an_explicit_addition_stays_in_the_walk_that_follows() -> None:
+    """The block's products: bmm, then an addition of its own, which eager rounds apart."""
+    x, w, bias = torch.randn(2, 6, 8), torch.randn(2, 8, 4), torch.randn(2, 1, 4)
+    assert kinds(plan_of(lambda x, w, b: torch.bmm(x, w) + b, x, w, bias))[0] == ["matmul", "rows"]
 
 
 def test_parts_written_by_several_regions_come_before_their_reader() -> None:

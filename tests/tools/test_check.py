@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from megafuse.errors import InputError
 from megafuse.subgraphs import Case
 from megafuse.tools.check import check, check_cases
-from megafuse.tools.steps import InFloat64
+from megafuse.tools.repeats import unrepeatable
+from megafuse.tools.steps import InFloat64, bind, run_step
 
 
 class Block(nn.Module):
@@ -116,6 +117,67 @@ def test_what_eager_does_not_repeat_is_noted_only():
     report = check(Unsteady(), Unsteady(), x)
     assert not any("two runs differ" in line for line in report.failures)
     assert "as eager's does" in str(report)
+
+
+NOISY = torch.library.Library("megafuse_tests", "DEF")
+NOISY.define("noisy(Tensor x, float level) -> Tensor")
+calls_of_noisy = []
+
+
+def _noisy(x, level):
+    """One element differs from call to call."""
+    calls_of_noisy.append(None)
+    result = x.clone()
+    result.view(-1)[0] += level * (len(calls_of_noisy) % 7)
+    return result
+
+
+NOISY.impl("noisy", _noisy, "CPU")
+
+
+class NoisyBackward(torch.autograd.Function):
+    """As attention's: the result repeats, the gradient does not."""
+
+    @staticmethod
+    def forward(ctx, x, level):
+        ctx.level = level
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.megafuse_tests.noisy(grad, ctx.level), None
+
+
+class Attends(torch.nn.Module):
+    """The bias's gradient sums the varying one; the scale's does not depend on it."""
+
+    def __init__(self, level, unsteady=False):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(8))
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.level, self.unsteady, self.calls = level, unsteady, 0
+
+    def forward(self, x):
+        self.calls += 1
+        scale = self.scale * (1 + 2.0**-7 * self.calls) if self.unsteady else self.scale
+        return NoisyBackward.apply(x + self.bias, self.level) * scale
+
+
+@pytest.mark.parametrize("unsteady", [False, True])
+def test_a_sum_over_what_eager_does_not_repeat_may_differ(unsteady):
+    x, grad = torch.randn(64, 8, requires_grad=True), torch.ones(64, 8)
+    grad[0] = 2.0**-20  # of which a sum over rows shows nothing
+    eager = Attends(2.0**-30)
+    call = bind(eager, (x,), {})
+    assert unrepeatable(eager, call, [grad]) == {"d x", "d bias"}
+    runs = [run_step(eager, call, [grad]) for _ in range(2)]
+    assert torch.equal(*(run.gradients["bias"] for run in runs))
+    report = check(eager, Attends(2.0**-10, unsteady), x, grad_output=grad)
+    text = str(report)
+    assert "d bias differs from run to run, as what eager computes it from does" in text
+    for name in ("output", "d scale"):
+        fault = f"float32: {name}: two runs differ"
+        assert any(f.startswith(fault) for f in report.failures) is unsteady
 
 
 def test_results_overwritten_by_a_later_call_are_rejected():

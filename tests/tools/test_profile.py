@@ -1,4 +1,6 @@
 import os
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import standin
@@ -8,6 +10,7 @@ from megafuse.tools import ncu
 from megafuse.tools.ncu import KernelBytes, ProfileError, measure_bytes, parse_csv
 from megafuse.tools.profile import (
     OUTSIDE,
+    _device_entries,
     by_region,
     kernel_table,
     kernel_times,
@@ -71,6 +74,78 @@ def test_operators_belong_to_the_range_around_them():
     assert max(map(len, shown.splitlines())) <= 100
     row = next(line for line in shown.splitlines() if line.startswith(" F1"))
     assert "1.5 kB" in row and "0.25" in row  # counted bytes, and their share of the plan's 6000
+
+
+@dataclass
+class Span:
+    start: float
+    end: float
+
+
+@dataclass
+class Launched:
+    name: str
+    device: int
+    duration: float
+
+
+@dataclass
+class Event:
+    """What `torch.autograd.profiler_util.FunctionEvent` tells of an event."""
+
+    id: int
+    name: str
+    time_range: Span
+    device_type: str = "DeviceType.CPU"
+    kernels: list[Launched] = field(default_factory=list)
+    cpu_parent: Any = None
+    self_device_time_total: float = 0.0
+
+
+@dataclass
+class AnnotatedEvent(Event):
+    """Of PyTorch versions that also report recorded ranges as events of the device."""
+
+    is_user_annotation: bool = False
+
+
+def on_device(make, id, name, start, end, **more):
+    span = Span(start, end)
+    return make(id, name, span, "DeviceType.CUDA", self_device_time_total=end - start, **more)
+
+
+@pytest.mark.parametrize("annotated", [False, True])
+def test_every_launch_counts_once_under_the_region_that_made_it(annotated):
+    """A row kernel, one product kernel launched by two regions of a backward (which PyTorch ties to
+    the whole backward, or to nothing), cuBLAS by an operator, and a kernel of nobody."""
+    make = AnnotatedEvent if annotated else Event
+    mm, gemm = "mf_matmul_kn_128", "sm90_xmma_gemm"
+    backward = make(1, "CallBackward", Span(0, 100))
+    ranges = [make(i, name, Span(10 * i, 10 * i + 8), cpu_parent=backward)
+              for i, name in ((2, "F1"), (3, "F2"), (4, "B1"))]  # fmt: skip
+    operator = make(5, "aten::mm", Span(41, 47), cpu_parent=ranges[2])
+    calls = [make(900 + i, "cuLaunchKernelEx", Span(10 * i + 2, 10 * i + 3)) for i in (2, 3, 4)]
+    host = [backward, *ranges, operator, *calls]
+    kernels = [
+        on_device(make, 902, "f1_norm", 200, 210), on_device(make, 903, mm, 210, 240),
+        on_device(make, 904, mm, 240, 290), on_device(make, 77, gemm, 290, 297),
+        on_device(make, 78, "elementwise", 297, 298),
+    ]  # fmt: skip
+    backward.kernels = [Launched(k.name, 0, k.time_range.end - k.time_range.start)
+                        for k in kernels[:3]]  # fmt: skip
+    operator.kernels = [Launched(gemm, 0, 7)]
+    shown = []
+    if annotated:
+        shown = [on_device(make, i, r.name, 200, 290, is_user_annotation=True)
+                 for i, r in enumerate(ranges)]  # fmt: skip
+        ranges[0].kernels = [Launched("F1", 0, 90)]
+    else:  # a version that reports them without saying what they are
+        shown = [on_device(make, 2, "F1", 200, 290)]
+    found = list(_device_entries([*host, *shown, *kernels], REGIONS))
+    assert found == [
+        ("f1_norm", "F1", 10), (mm, "F2", 30), (mm, "B1", 50), (gemm, "B1", 7),
+        ("elementwise", OUTSIDE, 1),
+    ]  # fmt: skip
 
 
 def test_method_states_units_and_sources():

@@ -100,9 +100,6 @@ def flops(region: Region, sizes: Mapping[str, int]) -> int:
     if isinstance(region, MatmulRegion):
         return evaluate(region.flops, sizes)
     if isinstance(region, ExternRegion):
-        if region.node.attrs["target"] in ("aten.addmm.default", "aten.baddbmm.default"):
-            inner = region.node.inputs[1].shape[-1]
-            return 2 * evaluate(region.node.type.numel, sizes) * evaluate(inner, sizes)
         return 0
     total = 0
     for node in computed(region):

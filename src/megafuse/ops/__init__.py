@@ -54,7 +54,10 @@ def spell(node: Node, names: list[str]) -> str:
         case "amax" | "amin":
             return f"torch.{node.op}({names[0]}, {list(node.attrs['dims'])}, True)"
         case "matmul":
-            return " + ".join([f"torch.bmm({names[0]}, {names[1]})", *names[2:]])
+            left, right, *extras = names
+            if not extras:
+                return f"torch.bmm({left}, {right})"
+            return " + ".join([f"torch.baddbmm({extras[0]}, {left}, {right})", *extras[1:]])
         case "item":
             return f"{names[0]}[{node.attrs['index']}].contiguous()"
         case "extern":

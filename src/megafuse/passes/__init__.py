@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megafuse.invariants import check_graph
 from megafuse.ir import Graph
 from megafuse.passes.batch import batch
+from megafuse.passes.channels_last import channels_last
 from megafuse.passes.cse import cse
 from megafuse.passes.dce import dce
 from megafuse.passes.epilogue import fuse_epilogues
@@ -21,17 +22,22 @@ PIPELINE: tuple[Pass, ...] = (
     dce, simplify, cse, batch, dce, simplify, pieces, simplify, cse, dce, in_memory,
 )  # fmt: skip
 EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
-LAST: tuple[Pass, ...] = (whole_products, simplify, copied_operands, dce)
+LAST: tuple[Pass, ...] = (whole_products, simplify)
+COPIES: tuple[Pass, ...] = (copied_operands, dce)  # a simplification would drop the copies
 
 
 def run(
-    graph: Graph, observe: Callable[[Graph], None] = lambda _: None, epilogues: bool = False
+    graph: Graph,
+    observe: Callable[[Graph], None] = lambda _: None,
+    epilogues: bool = False,
+    on_gpu: bool = False,
 ) -> Graph:
-    """Run PIPELINE, then EPILOGUES where products have them, then LAST; `observe` sees the graph
-    after every pass."""
+    """Run PIPELINE, EPILOGUES where products have them, LAST, channels_last on a GPU, and COPIES;
+    `observe` sees the graph after every pass."""
     check_graph(graph)
     observe(graph)
-    for apply in (*PIPELINE, *(EPILOGUES if epilogues else ()), *LAST):
+    extra, layouts = EPILOGUES if epilogues else (), (channels_last,) if on_gpu else ()
+    for apply in (*PIPELINE, *extra, *LAST, *layouts, *COPIES):
         graph = apply(graph)
         check_graph(graph)
         observe(graph)

@@ -8,6 +8,10 @@ Before → after, for x_i = x[:, i] and three or more products of one form:
 Members of a set compute the same expression on consecutive slices of one tensor. Only parameters
 and other inputs are stacked by a copy; what shares an operand (several heads on one input) stays
 apart, for there is nothing to slice.
+
+Only 16-bit products are batched: our own kernel sums each in the same order, alone or in a batch.
+Float32 ones are PyTorch's, and cuBLAS has another kernel for a batch, with twice the error of those
+that eager runs one by one; they stay apart as eager has them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import replace
 
 from megafuse.ir import Arg, Graph, Node, Origin, Ref, Rewriter, TensorType, as_dim
 from megafuse.ops import is_pointwise
+from megafuse.passes.additions import HALVES
 
 FEWEST = 3
 """Members worth a copy of their parameters."""
@@ -217,8 +222,8 @@ def _starts(nodes: Sequence[Node]) -> list[int]:
 
 
 def _sets(graph: Graph) -> dict[Node, list[Node]]:
-    """Products, and sums over rows, that are one expression but for the slices and inputs they
-    start from; by member."""
+    """16-bit products, and sums over rows, that are one expression but for the slices and inputs
+    they start from; by member."""
     forms: dict[object, int] = {}
     form_of: dict[Node, int] = {}
     by_form: dict[int, list[Node]] = {}
@@ -232,7 +237,8 @@ def _sets(graph: Graph) -> dict[Node, list[Node]]:
             form = node
         form_of[node] = forms.setdefault(form, len(forms))
         single = node.op == "matmul" and node.shape[0] == 1 and len(node.inputs) == 2
-        if single or (node.op == "sum" and len(node.shape) - 1 not in node.attrs["dims"]):
+        rows = node.op == "sum" and len(node.shape) - 1 not in node.attrs["dims"]
+        if rows or (single and node.dtype in HALVES):
             by_form.setdefault(form_of[node], []).append(node)
     return {m: s for s in by_form.values() if len(s) >= FEWEST for m in s}
 

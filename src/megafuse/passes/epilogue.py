@@ -61,7 +61,7 @@ class FuseEpilogues(Rewriter):
             if extra is None:
                 continue
             kind, operand = extra
-            if kind == "tensor" and not (self._in_memory(node, addition) and _readable(operand)):
+            if kind == "tensor" and not (self._in_memory(node, addition) and readable(operand)):
                 continue
             core = addition.product
             steps = (*core.attrs.get("epilogue", ()), kind)
@@ -92,7 +92,7 @@ class FuseEpilogues(Rewriter):
         )
 
 
-def _readable(operand: Node) -> bool:
+def readable(operand: Node) -> bool:
     """Whether a tensor operand is read by strides, its rows whole, and not copied first."""
     layout = layout_of(operand)
     return layout is not None and layout.strided and layout.dense(len(layout.dims) - 1)

@@ -1,18 +1,23 @@
-"""A 16-bit product and its bias in one PyTorch call, where it was one.
+"""A product and its bias in one step, where they are one PyTorch call.
 
-Before → after, for products whose own kernel does not add the bias:
-    add(reshape(matmul(a, b)), bias)     → reshape(addmm(bias, a, b))
-    add(matmul(a, b), row)               → baddbmm(row, a, b)
+Before → after, for sums that addmm, baddbmm or a linear layer makes:
+    add(reshape(matmul(a, b)), bias)     → reshape(matmul(a, b, row))
+    add(matmul(a, b), tensor)            → matmul(a, b, tensor)
 
-PyTorch's addmm adds before it rounds. Apart, the product rounds first: then a sum near zero may
-have the wrong sign, and a ReLU behind it another gradient than eager's. Sums that eager makes by
-an operator of its own stay apart, where the walk that follows makes them for nothing.
+PyTorch's addmm adds before it rounds. Apart, the product rounds first: float32 then has a rounding
+more than eager, and in 16 bits a sum near zero may have the wrong sign, and a ReLU behind it
+another gradient. Where PyTorch computes the product the executor calls what eager calls. Sums
+that eager makes by an operator of its own stay apart, where the walk that follows makes them for
+nothing.
 """
 
 from __future__ import annotations
 
-from megafuse.ir import Arg, Graph, Node, Ref, Rewriter, TensorType
-from megafuse.passes.additions import HALVES, Addition, additions, pulled, restored
+from dataclasses import replace
+
+from megafuse.ir import Arg, Graph, Node, Rewriter
+from megafuse.passes.additions import additions, pulled, restored
+from megafuse.passes.epilogue import readable
 
 
 class WholeProducts(Rewriter):
@@ -31,7 +36,7 @@ class WholeProducts(Rewriter):
         return made
 
     def _whole(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
-        if not node.attrs.get("bias") or node.dtype not in HALVES or len(node.inputs) != 2:
+        if not node.attrs.get("bias") or len(node.inputs) != 2:
             return None
         a, b = args
         assert isinstance(a, Node) and isinstance(b, Node)
@@ -39,33 +44,19 @@ class WholeProducts(Rewriter):
             seen = addition.views[-1] if addition.views else addition.product
             if seen.shape != node.shape or addition.other.dtype != node.dtype:
                 continue
-            if "epilogue" in addition.product.attrs:
+            core = addition.product
+            if "epilogue" in core.attrs:
                 continue
             extra = pulled(addition, self)
-            if extra is not None and extra[0] == "row":
-                return restored(self._call(addition, extra[1], node), addition, self)
+            if extra is None or (extra[0] == "tensor" and not readable(extra[1])):
+                continue
+            kind, operand = extra
+            whole = replace(
+                core, args=(*core.args, operand), attrs={**core.attrs, "epilogue": (kind,)},
+                origin=node.origin,
+            )  # fmt: skip
+            return restored(self._append(whole), addition, self)
         return None
-
-    def _call(self, addition: Addition, bias: Node, node: Node) -> Node:
-        """The product with its bias as one extern call, in the product's shape."""
-        product = addition.product
-        operands = (bias, *product.inputs)
-        batch, m, n = product.shape
-        target, type = "aten.baddbmm.default", product.type
-        if batch == 1:  # PyTorch adds a vector inside the product, a broadcast matrix before it
-            target, type = "aten.addmm.default", TensorType((m, n), product.dtype)
-            operands = tuple(
-                self.emit("reshape", (x,), TensorType(shape, x.dtype), x.origin)
-                for x, shape in zip(
-                    operands, ((n,), *(i.shape[1:] for i in product.inputs)), strict=True
-                )
-            )
-        attrs = {"target": target, "call_args": [Ref(0), Ref(1), Ref(2)], "call_kwargs": {},
-                 "multiple": False}  # fmt: skip
-        call = self._append(Node("call", "extern", operands, type, attrs, node.origin))
-        if batch != 1:
-            return call
-        return self.emit("reshape", (call,), product.type, node.origin)
 
 
 def whole_products(graph: Graph) -> Graph:

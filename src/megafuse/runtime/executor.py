@@ -280,7 +280,10 @@ def _added(a: torch.Tensor, b: torch.Tensor, extras: list[torch.Tensor]) -> torc
     """a @ b with tensors added that broadcast to it. The first goes through PyTorch's own call,
     which rounds once for both, as eager's linear layer does."""
     first, *rest = extras
-    if first.dtype == a.dtype:
+    if first.dtype == a.dtype and len(a) == 1:  # a row as a vector: cuBLAS has a kernel for that
+        bias = first[0, 0] if first.shape[1] == 1 else first[0]
+        out = torch.addmm(bias, a[0], b[0])[None]
+    elif first.dtype == a.dtype:
         out = torch.baddbmm(first, a, b)
     else:
         out, rest = torch.bmm(a, b), extras

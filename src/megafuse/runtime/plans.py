@@ -195,7 +195,7 @@ class Plans:
                 request.function(self.target), request.tensors, request.parameters,
                 request.needs_grad, self.target if isinstance(self.target, nn.Module) else None,
                 self.options, dump.observer(self.options),
-                has_epilogues(device, self.options), layouts, dynamic,
+                has_epilogues(device, self.options), layouts, dynamic, device.type == "cuda",
             )  # fmt: skip
         sizes = _fits(plan, request.tensors)
         if sizes is None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from megafuse.subgraphs import Case
 from megafuse.tools import accuracy
+from megafuse.tools.repeats import unrepeatable
 from megafuse.tools.steps import (
     Call,
     InFloat64,
@@ -72,7 +73,7 @@ class Comparison:
             varying = self._varying_in_eager(call)
             for name in differing:
                 if name in varying:
-                    self.findings.append(f"note: {name} differs from run to run, as eager's does")
+                    self.findings.append(f"note: {name} differs from run to run, {varying[name]}")
                 else:
                     self._problem(name, "two runs differ")
         for name, copied in before.items():
@@ -80,11 +81,20 @@ class Comparison:
                 self.findings.append(f"the candidate modified {name}, which the caller owns")
         return first
 
-    def _varying_in_eager(self, call: Call) -> set[str]:
-        """Results that eager itself does not repeat: some of PyTorch's operators add in an order of
-        their own (attention's and a table's backward), and they are the candidate's too."""
+    def _varying_in_eager(self, call: Call) -> dict[str, str]:
+        """Results that eager itself does not repeat, and how that shows: some of PyTorch's
+        operators add in an order of their own (attention's and a table's backward), and they are
+        the candidate's too.
+
+        Either two runs of eager differ, or the result depends on such an operator. The second,
+        because eager may repeat a tensor by chance: a bias gradient sums what varies, and its few
+        rounded numbers can agree. What depends on no such operator has to repeat.
+        """
+        depends = unrepeatable(self.case.module, call, self.upstream)
+        varying = dict.fromkeys(depends, "as what eager computes it from does")
         runs = [run_step(self.case.module, call, self.upstream) for _ in range(3)]
-        return {name for run in runs for name in _differing(self.eager, run)}
+        seen = {name for run in runs for name in _differing(self.eager, run)}
+        return varying | dict.fromkeys(seen, "as eager's does")
 
     def _hold(self, target: Target, call: Call, first: Results) -> None:
         """A later call on other values must leave the results of an earlier one alone."""

@@ -87,7 +87,8 @@ def meta_plan(case: Case) -> Plan:
     tensors = [*own, *given]
     parameters = [i < len(own) for i in range(len(tensors))]
     needs = [t.requires_grad for t in tensors]
-    return make_plan(function, tensors, parameters, needs, module, Options(), epilogues=True)
+    return make_plan(function, tensors, parameters, needs, module, Options(), epilogues=True,
+                     on_gpu=True)  # fmt: skip
 
 
 def cover(name: str, speeds: Mapping[str, float] | str) -> Row:

@@ -73,19 +73,54 @@ def _host_entries(events: Iterable[Any], regions: Sequence[RegionSummary]) -> En
 
 
 def _device_entries(events: Iterable[Any], regions: Sequence[RegionSummary]) -> Entries:
-    """Kernels by their own events; what launched them says the region where the name does not."""
-    launched = {
-        kernel.name: _enclosing(event, regions)
-        for event in events
-        if not _on_device(event)
-        for kernel in event.kernels
-    }
+    """Every launch once, under the region its name says, or that ran when it was launched.
+
+    A launch, not a kernel's name: several products share a kernel. Newer versions of PyTorch also
+    report the ranges recorded on the host as events of the device, spanning what was launched
+    inside them; those are left out.
+    """
+    events = list(events)
+    host = [e for e in events if not _on_device(e)]
+    ranges = {e.name for e in host}
+    launch = _Launches(host, regions)
     for event in events:
-        if _on_device(event) and event.self_device_time_total > 0:
-            region = region_of(event.name, regions)
-            if region == OUTSIDE:
-                region = launched.get(event.name, OUTSIDE)
-            yield event.name, region, event.self_device_time_total
+        if not _on_device(event) or event.self_device_time_total <= 0:
+            continue
+        if getattr(event, "is_user_annotation", False) or event.name in ranges:
+            continue
+        region = region_of(event.name, regions)
+        if region == OUTSIDE:
+            region = launch.region(event)
+        yield event.name, region, event.self_device_time_total
+
+
+class _Launches:
+    """Which region launched a kernel, from the events of the host."""
+
+    def __init__(self, host: Sequence[Any], regions: Sequence[RegionSummary]) -> None:
+        names = {r.name for r in regions}
+        # A call of the CUDA runtime or driver has the number of the kernel that it launched.
+        self._calls = {e.id: e for e in host if e.name.startswith("cu")}
+        self._ranges = [(e.time_range, e.name) for e in host if e.name in names]
+        # PyTorch ties a kernel to an operator by name and duration alone; equal ones may swap.
+        self._operators: dict[tuple[str, float], list[str]] = defaultdict(list)
+        for event in host:
+            for kernel in event.kernels:
+                owner = _enclosing(event, regions)
+                self._operators[kernel.name, kernel.duration].append(owner)
+
+    def region(self, event: Any) -> str:
+        """By the time of the call: inside autograd a kernel is tied to the whole backward, of which
+        a region's range is a part."""
+        span = event.time_range
+        owners = self._operators.get((event.name, span.end - span.start))
+        by_operator = owners.pop() if owners else OUTSIDE
+        call = self._calls.get(event.id)
+        if call is not None:
+            for during, name in self._ranges:
+                if during.start <= call.time_range.start <= during.end:
+                    return name
+        return by_operator
 
 
 def _on_device(event: Any) -> bool:
