@@ -179,11 +179,6 @@ void copy_async(unsigned shared, const void* global) {
   if ((unsigned long long)global % BYTES || shared % BYTES) emulated::fail("a misaligned copy");
   std::memcpy(emulated::dynamic_shared + shared, global, BYTES);
 }
-inline void prefetch(const void* global, unsigned bytes) {
-  if ((unsigned long long)global % 16 || bytes % 16) emulated::fail("a misaligned prefetch");
-  volatile char first = *(const char*)global, last = ((const char*)global)[bytes - 1];
-  (void)first, (void)last;
-}
 inline void copy_commit() {}
 template <int PENDING>
 void copy_wait() {}

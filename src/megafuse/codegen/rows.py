@@ -75,8 +75,6 @@ def emit_rows(
         for axis, text in zip(rest, decompose("g", _extents(rest)), strict=True):
             body.append(f"  const i64 {e.axis(axis)} = {text};")
         for s, lines in zip(stages, programs, strict=True):
-            if s is stages[-1]:
-                body += indent(stages[0].streams.ahead("g", "end", step))
             rows = [a for a in s.stage.rows() if a not in region.group]
             body += indent(s.streams.group_prologue)
             body += indent(

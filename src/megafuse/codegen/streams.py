@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megafuse.codegen.address import Access, access, content, decompose, dim_cpp
+from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import StageSchedule, is_small, kept_axes
@@ -33,7 +33,6 @@ class RowStreams:
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.advances: list[str] = []
-        self.whole: list[tuple[str, int]] = []  # rows brought in whole: place, bytes
         self.first: list[str] = []  # of a row's body: where on the shelf it lies
         self.turns: dict[str, str] = {}  # scalar → its fetch
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
@@ -108,7 +107,7 @@ class RowStreams:
             if where.kind == "run" and (self.layout.long or not e.schedule.hold):
                 word = "long_hold"
             still.append(f"const auto {name} = mf::{word}<{cols}{flag}>(team, {place}, {column});")
-        elif self._ring(name, node, at, where, place):
+        elif self._ring(name, node, where, place):
             pass
         elif not wide:
             self.prologue.append(f"mf::Scalar<{kind}{flag}> {name};")
@@ -150,41 +149,11 @@ class RowStreams:
                              f"{where.run}>({self.column(where)});")  # fmt: skip
         self.first.append(f"{name}.turn({byte});")
         if self.k == item.stage:
-            there = self.access(at)
-            place = place_cpp(self.e.pointer(node), there)
-            self._note_whole(node, at, there, place)
+            place = place_cpp(self.e.pointer(node), self.access(at))
             self.ring_fetches.append(f"{name}.fetch(team, {place}, {byte});")
         return True
 
-    def _note_whole(self, node: Node, at: Affine, where: Access, place: str) -> None:
-        """Remember a tensor whose rows lie together, in pieces the cache can be asked for."""
-        size = node.dtype.itemsize
-        steps = [content(c) for a, c in at.terms if a not in self.col_set]
-        pieces = [self.layout.columns, *steps, content(at.const)]
-        if where.column == "c" and all(n * size % 16 == 0 for n in pieces):
-            self.whole.append((place, self.layout.columns * size))
-
-    def ahead(self, begin: str, end: str, step: str) -> list[str]:
-        """Asks for the rows of the block's next group: they then wait in the second-level cache."""
-        e, k = self.e, self.k
-        if not self.whole:
-            return []
-        rest = [a for a in e.region.group if a not in kept_axes(e.region)]
-        rows = [a for a in self.stage.rows() if a not in e.region.group]
-        left = [a for a in rows if a not in self.merged]
-        groups = decompose("g", [a.extent for a in rest])
-        return [
-            f"if (const i64 after = {begin} + {step}; after < {end}) {{",
-            "  const i64 g = after;",
-            *(f"  const i64 {e.axis(a)} = {t};" for a, t in zip(rest, groups, strict=True)),
-            f"  mf::ahead(team, {dim_cpp(product(a.extent for a in rows))}, [&](int r) {{",
-            f"    const auto q = row_of{k}(r);",
-            *(f"    const i64 {e.axis(a)} = q.{e.axis(a)};" for a in left),
-            *(f"    mf::ptx::prefetch({place}, {nbytes});" for place, nbytes in self.whole),
-            "  });", "}",
-        ]  # fmt: skip
-
-    def _ring(self, name: str, node: Node, at: Affine, where: Access, place: str) -> bool:
+    def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""
         schedule, layout = self.e.schedule, self.layout
         whole = where.column is not None and where.kind == "run"
@@ -196,7 +165,6 @@ class RowStreams:
             f"{schedule.depth}, {self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
             f"({self.column(where)});"
         )
-        self._note_whole(node, at, where, place)
         row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
         self.rings += schedule.depth * row
         self.ring_fetches.append(f"{name}.fetch(team, {place}, slot);")

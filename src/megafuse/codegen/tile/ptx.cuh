@@ -133,12 +133,6 @@ MF_FN void write_shared(unsigned shared, const unsigned* w) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"((unsigned short)w[0]) : "memory");
   }
 }
-// Brings global memory to the second-level cache; 16-byte pieces.
-MF_FN void prefetch(const void* global, unsigned bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-#endif
-}
 MF_FN void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 MF_FN void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -306,12 +306,6 @@ MF_FN void shelve(const Team& team, int j, unsigned to, const Col& col, const Ve
   }
 }
 
-// Every thread of the block takes some of `count` rows and asks for them: fetch(r) prefetches.
-template <class Team, class Fetch>
-MF_FN void ahead(const Team&, int count, const Fetch& fetch) {
-  for (int r = threadIdx.x; r < count; r += Team::THREADS) fetch(r);
-}
-
 // ---- writing ------------------------------------------------------------------------------------
 
 // Writes vector j of the row at `base`, in aligned runs of A columns.
