@@ -208,7 +208,8 @@ def test_backward_frees_what_it_has_read() -> None:
     net = make()
     fused = megafuse.fuse(net)
     x = draw(1024)
-    grads(fused, x)
+    for _ in range(2):  # the first call makes the plan, and PyTorch its own workspaces
+        grads(fused, x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(3):

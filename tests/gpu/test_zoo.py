@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("size, seeds", [("cpu", 3), ("gpu", 1)])
+@pytest.mark.parametrize("size, seeds", [("cpu", 8), ("gpu", 1)])
 @pytest.mark.parametrize("name", zoo.ENTRIES)
 def test_entry(name: str, size: Size, seeds: int) -> None:
     settings = Settings(None, torch.bfloat16, torch.device("cuda"))

@@ -177,7 +177,8 @@ def test_pipeline_checks_and_shows_every_stage() -> None:
     after = passes.run(before, lambda graph: seen.append(graph.made_by))
     assert seen == [
         "capture", "dce", "simplify", "cse", "batch", "dce", "simplify", "pieces", "simplify",
-        "cse", "dce", "in_memory", "whole", "simplify", "operands", "dce",
+        "cse", "dce", "in_memory", "turned", "dce", "whole", "simplify", "operands",
+        "dce",
     ]  # fmt: skip
     same_values(before, after)
 

@@ -15,6 +15,7 @@ from megafuse.passes.in_memory import in_memory
 from megafuse.passes.operands import copied_operands
 from megafuse.passes.pieces import pieces
 from megafuse.passes.simplify import simplify
+from megafuse.passes.turned import turned_products
 from megafuse.passes.whole import whole_products
 
 Pass = Callable[[Graph], Graph]
@@ -22,7 +23,7 @@ PIPELINE: tuple[Pass, ...] = (
     dce, simplify, cse, batch, dce, simplify, pieces, simplify, cse, dce, in_memory,
 )  # fmt: skip
 EPILOGUES: tuple[Pass, ...] = (fuse_epilogues, simplify, cse, dce)
-LAST: tuple[Pass, ...] = (whole_products, simplify)
+LAST: tuple[Pass, ...] = (turned_products, dce, whole_products, simplify)
 COPIES: tuple[Pass, ...] = (copied_operands, dce)  # a simplification would drop the copies
 
 
