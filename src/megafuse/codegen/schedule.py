@@ -104,6 +104,8 @@ MANY_ROWS = 8_192
 
 THREADS = 256  # of a block, where a row needs fewer
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
+LONE = 192  # threads of a row from which on a block has but one
+CROWD = 20  # warps on a multiprocessor then
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
@@ -144,8 +146,19 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
             for s, x in zip(region.stages, stages, strict=True)
         )
+        if many and not group and not columns and teams == 1 and team >= LONE:
+            yield _crowded(region, schedule)
         if fits or elements == ELEMENTS[-1]:
             yield schedule
+
+
+def _crowded(region: RowRegion, schedule: Schedule) -> Schedule:
+    """The same for several blocks a multiprocessor: where a whole block meets at a barrier for each
+    reduction of its one row, other blocks have to work meanwhile."""
+    blocks = -(-CROWD // (schedule.team // 32))
+    while blocks > 1 and blocks * (_shared_bytes(region, schedule) + 1024) > ROOM:
+        blocks -= 1
+    return replace(schedule, blocks=blocks)
 
 
 def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
