@@ -12,6 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafuse.tools.steps import Call, Target, run_step
 
+DOCUMENTED = {
+    "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward",
+    "_scaled_dot_product_flash_attention_backward", "_flash_attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward", "_cudnn_attention_backward",
+    "embedding_dense_backward", "index_put", "_index_put_impl", "index_add", "scatter_add",
+    "scatter_reduce",
+}  # fmt: skip
+"""Operators that add with atomics on a GPU (attention apart, `torch.use_deterministic_algorithms`
+lists them): on an idle device they may repeat many times all the same."""
+
 TRIES = 3
 """Runs of an operator beside its own; adding in another order shows in one of them."""
 
@@ -52,8 +62,11 @@ def _repeats(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     operands, draw random numbers or leave memory as they find it."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return True
-    if "empty" in func._schema.name:
+    name = func._schema.name.split("::")[-1]
+    if "empty" in name:
         return True
+    if name in DOCUMENTED and any(t.is_cuda for t in _tensors((args, kwargs))):
+        return False
     read = {_memory(t) for t in _tensors((args, kwargs))}
     first = [t for t in _tensors(result) if t.is_floating_point()]
     if all(_memory(t) in read for t in first):  # views
