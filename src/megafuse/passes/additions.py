@@ -6,12 +6,12 @@ a transposition of tokens and channels); the other operand is pulled back throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megafuse.ir import Dim, Node, Rewriter, TensorType
+from megafuse.ir import Arg, Dim, Node, Rewriter, TensorType
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -25,15 +25,23 @@ class Addition:
     other: Node
 
 
-def additions(a: Node, b: Node, alone: Callable[[Node], bool]) -> Iterator[Addition]:
-    """The ways to read a + b as an addition to a product; `alone` says whether nothing but its one
-    user reads a node."""
+def additions(
+    node: Node, args: Sequence[Arg], alone: Callable[[Node], bool]
+) -> Iterator[Addition]:
+    """The ways to read `node`, a sum of `args`, as an addition to a product of its own shape and
+    dtype; `alone` says whether nothing but its one user reads a node."""
+    if len(node.inputs) != 2:
+        return
+    a, b = args
+    assert isinstance(a, Node) and isinstance(b, Node)
     for product, other in ((a, b), (b, a)):
         views: list[Node] = []
         while product.op in ("reshape", "permute") and alone(product):
             views.insert(0, product)
             product = product.inputs[0]
-        if product.op == "matmul" and alone(product):
+        seen = views[-1] if views else product
+        same = seen.shape == node.shape and other.dtype == node.dtype
+        if product.op == "matmul" and alone(product) and same:
             yield Addition(product, tuple(views), other)
 
 

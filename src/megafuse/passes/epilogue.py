@@ -47,14 +47,9 @@ class FuseEpilogues(Rewriter):
         return made
 
     def _fuse(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
-        if node.dtype not in HALVES or len(node.inputs) != 2:
+        if node.dtype not in HALVES:
             return None
-        a, b = args
-        assert isinstance(a, Node) and isinstance(b, Node)
-        for addition in additions(a, b, self._new_single.__contains__):
-            seen = addition.views[-1] if addition.views else addition.product
-            if seen.shape != node.shape or addition.other.dtype != node.dtype:
-                continue
+        for addition in additions(node, args, self._new_single.__contains__):
             if not _addressable(addition):
                 continue
             extra = pulled(addition, self)

@@ -36,14 +36,9 @@ class WholeProducts(Rewriter):
         return made
 
     def _whole(self, node: Node, args: tuple[Arg, ...]) -> Node | None:
-        if not node.attrs.get("bias") or len(node.inputs) != 2:
+        if not node.attrs.get("bias"):
             return None
-        a, b = args
-        assert isinstance(a, Node) and isinstance(b, Node)
-        for addition in additions(a, b, self._alone.__contains__):
-            seen = addition.views[-1] if addition.views else addition.product
-            if seen.shape != node.shape or addition.other.dtype != node.dtype:
-                continue
+        for addition in additions(node, args, self._alone.__contains__):
             core = addition.product
             if "epilogue" in core.attrs:
                 continue
