@@ -18,6 +18,7 @@ from megafuse.fusion.planner import Planner
 from megafuse.invariants import check_graph
 from megafuse.ir import Graph, Node
 from megafuse.layouts import Layouts
+from megafuse.passes.in_memory import RESHAPE
 from megafuse.passes.partition import Split, base_of, partition
 
 Observe = Callable[[str, str], None]
@@ -121,7 +122,7 @@ def _reads(backward: Graph | None, primals: int) -> tuple[int, ...]:
 def _copied(forward: Graph, outputs: int) -> frozenset[int]:
     def is_input(node: Node) -> bool:
         node = base_of(node)
-        if node.attrs.get("target") == "aten.view.default":
+        if node.attrs.get("target") == RESHAPE:
             return is_input(node.inputs[0])
         return node.op == "input"
 

@@ -191,6 +191,16 @@ def test_pipeline_is_idempotent() -> None:
     assert ops_of(once) == ops_of(twice)
 
 
+def test_a_window_is_copied_where_no_loop_addresses_its_reshape() -> None:
+    def code(x: Tensor) -> Tensor:
+        return torch.tanh((x * 2)[:, :, 0:1].reshape(3, 2, 2, 7))
+
+    x = torch.randn(3, 7, 4, 4, requires_grad=True)
+    got, want = megafuse.fuse(code)(x), code(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (got, want)))
+
+
 def test_a_reshape_that_no_loop_addresses_is_a_view_of_memory() -> None:
     s = symbol("s0")
     for a, b, fits in (

@@ -27,6 +27,7 @@ from megafuse.index import strides
 from megafuse.ir import Arg, Graph, Node, Ref, Rewriter, TensorType
 from megafuse.ops import is_view
 from megafuse.passes.additions import HALVES
+from megafuse.passes.in_memory import RESHAPE
 from megafuse.passes.operands import layout_of
 
 MOVED = {"aten.convolution.default": (0,), "aten.convolution_backward.default": (0, 1)}
@@ -52,7 +53,7 @@ class ChannelsLast(Rewriter):
             return self._seen(self.keep(replace(node, type=_moved(node.type)), args))
         if node.op == "item" and args[0] in self.bias_gradients and node.attrs["index"] == 2:
             return self._bias_gradient(node, self.bias_gradients[args[0]])  # type: ignore[index]
-        if node.attrs.get("target") == "aten.view.default":
+        if node.attrs.get("target") == RESHAPE:
             (x,) = args
             assert isinstance(x, Node)
             if self._under(x) in self.calls:  # a view of memory, which has another order now

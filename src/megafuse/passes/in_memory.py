@@ -1,10 +1,11 @@
 """Reshapes that no loop addresses become views of memory.
 
 Before → after:
-    reshape([4, 6] → [6, 4])  → extern aten.view of the tensor in memory, which costs nothing
+    reshape([4, 6] → [6, 4])  → extern aten.reshape of the tensor in memory
 
 An element's place in [4, 6] is no affine function of its place in [6, 4]: neither 4 nor 6 divides
-the other. Extents that do divide stay addressing.
+the other. Extents that do divide stay addressing. PyTorch's reshape costs nothing where the elements
+lie together, and copies where they do not (a window of a larger tensor).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import sympy
 
 from megafuse.ir import Arg, Dim, Graph, Node, Ref, Rewriter, as_dim
 
+RESHAPE = "aten.reshape.default"
+
 
 class _InMemory(Rewriter):
     name = "in_memory"
@@ -24,7 +27,7 @@ class _InMemory(Rewriter):
         if node.op != "reshape" or divides(node.inputs[0].shape, node.shape):
             return self.keep(node, args)
         call = {"call_args": [Ref(0), list(node.shape)], "call_kwargs": {}, "multiple": False}
-        attrs = {"target": "aten.view.default", **call}
+        attrs = {"target": RESHAPE, **call}
         return self._append(replace(node, op="extern", args=args, attrs=attrs))
 
 
