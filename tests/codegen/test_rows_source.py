@@ -157,3 +157,15 @@ def test_scalars_are_spelled_exactly() -> None:
     assert "(0.1)" in kernel.source and "16777217.0" in kernel.source
     exact = Scale()(x.double())
     assert (megafuse.fuse(Scale())(x).double() - exact).abs().max() <= 1  # half a step at 2^24
+
+
+def test_a_view_that_is_stored_and_read_in_one_walk() -> None:
+    """An expanded input, flattened, is a tensor of its own; what else reads it looks through it."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x.expand(2, 3).flatten()
+        return torch.abs(flat), flat
+
+    x = torch.randn(3)
+    for got, want in zip(megafuse.fuse(f)(x), f(x), strict=True):
+        assert torch.equal(got, want)

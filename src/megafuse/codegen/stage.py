@@ -11,7 +11,7 @@ from megafuse.fusion.roots import resolve
 from megafuse.fusion.rules.same_rows import produced
 from megafuse.index import Coords, offset, operand_coords
 from megafuse.ir import Node
-from megafuse.ops import is_reduction, pointwise
+from megafuse.ops import is_reduction, is_view, pointwise
 
 KEPT = 4
 """Instructions an element from which on keeping a value pays for the register it takes."""
@@ -46,6 +46,8 @@ class StageEmitter:
                         and r.where == coords for r in self.stage.roots)  # fmt: skip
         if node in buffers and not expand and not (own_store and not is_reduction(node)):
             return node, coords, "leaf"
+        if own_store and is_view(node) and not expand:  # stored in this very walk: look through it
+            return self.settle(node, coords, expand=True)
         if node.op == "cast" and self._spell(node, ["x"]) == "x":  # a type that registers know not
             return self.settle(node.inputs[0], operand_coords(node, node.inputs[0], coords))
         return node, coords, "const" if node.op == "full" else "compute"

@@ -4,8 +4,8 @@ Before → after:
     reshape([4, 6] → [6, 4])  → extern aten.reshape of the tensor in memory
 
 An element's place in [4, 6] is no affine function of its place in [6, 4]: neither 4 nor 6 divides
-the other. Extents that do divide stay addressing. PyTorch's reshape costs nothing where the elements
-lie together, and copies where they do not (a window of a larger tensor).
+the other. Extents that do divide stay addressing. PyTorch's reshape costs nothing where the
+elements lie together, and copies where they do not (a window of a larger tensor).
 """
 
 from __future__ import annotations
