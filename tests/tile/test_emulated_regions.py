@@ -54,14 +54,20 @@ class Emulated:
         self.module.launch(f"emulate_{name}", [*geometry, *args])
 
 
-def results(executor: Executor, built: BuiltRegion) -> dict[str, torch.Tensor]:
+def results(
+    executor: Executor, built: BuiltRegion, sizes: dict[str, int] = SIZES
+) -> dict[str, torch.Tensor]:
+    """What the region writes, from drawn inputs; of a concatenation its own part."""
     generator = torch.Generator().manual_seed(3)
     values: dict[Any, torch.Tensor] = {}
     for node in built.region.reads(executor.plan.buffers):
-        shape = [evaluate(d, SIZES) for d in node.shape]
+        shape = [evaluate(d, sizes) for d in node.shape]
         values[node] = (torch.rand(shape, generator=generator) + 0.5).to(node.dtype)
     given = set(values)
-    executor._row_step(built, SIZES)(values)
+    for node in built.region.writes():
+        if node.op == "cat":
+            values[node] = torch.zeros([evaluate(d, sizes) for d in node.shape], dtype=node.dtype)
+    executor._row_step(built, sizes)(values)
     return {n.name: t.double() for n, t in values.items() if n not in given}
 
 

@@ -6,33 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_emulated_regions import Emulated
+from test_emulated_regions import Emulated, results
 
 import megafuse
 from megafuse import zoo
 from megafuse.codegen.rows import emit_rows
 from megafuse.codegen.schedule import cuda_schedules
 from megafuse.fusion.plan import RowRegion
-from megafuse.ir import evaluate
-from megafuse.runtime.executor import BuiltRegion, Executor
+from megafuse.runtime.executor import BuiltRegion
 from megafuse.subgraphs import Settings
 
 MANY = 1 << 20  # rows: the layouts with rings, shelves and blocks that share a multiprocessor
-
-
-def results(executor: Executor, built: BuiltRegion) -> dict[str, torch.Tensor]:
-    sizes = executor.plan.sizes
-    generator = torch.Generator().manual_seed(3)
-    values: dict[Any, torch.Tensor] = {}
-    for node in built.region.reads(executor.plan.buffers):
-        shape = [evaluate(d, sizes) for d in node.shape]
-        values[node] = (torch.rand(shape, generator=generator) + 0.5).to(node.dtype)
-    given = set(values)
-    parts = {n: torch.zeros([evaluate(d, sizes) for d in n.shape], dtype=n.dtype)
-             for n in built.region.writes() if n.op == "cat"}  # fmt: skip
-    values |= parts
-    executor._row_step(built, sizes)(values)
-    return {n.name: t.double() for n, t in values.items() if n not in given}
 
 
 @pytest.mark.parametrize("name", zoo.ENTRIES)
@@ -51,8 +35,9 @@ def test_entry(name: str) -> None:
             schedule = next(iter(cuda_schedules(region, MANY)))
             kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
             module: Any = Emulated(kernel, region.kind == "group")
-            expected = results(executor, executor.built[region.name])
-            got = results(executor, BuiltRegion(region, kernel, module, 2))
+            sizes = dict(executor.plan.sizes)
+            expected = results(executor, executor.built[region.name], sizes)
+            got = results(executor, BuiltRegion(region, kernel, module, 2), sizes)
             assert got.keys() == expected.keys() - {n.name for n in kernel.inside} and got
             for key, value in got.items():
                 want = expected[key]  # a row that is masked throughout is NaN in both

@@ -16,8 +16,7 @@ DOCUMENTED = {
     "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward",
     "_scaled_dot_product_flash_attention_backward", "_flash_attention_backward",
     "_scaled_dot_product_cudnn_attention_backward", "_cudnn_attention_backward",
-    "embedding_dense_backward", "index_put", "_index_put_impl", "index_add", "scatter_add",
-    "scatter_reduce",
+    "embedding_dense_backward", "index_put", "index_add", "scatter_add", "scatter_reduce",
 }  # fmt: skip
 """Operators that add with atomics on a GPU (attention apart, `torch.use_deterministic_algorithms`
 lists them): on an idle device they may repeat many times all the same."""
@@ -65,7 +64,8 @@ def _repeats(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     name = func._schema.name.split("::")[-1]
     if "empty" in name:
         return True
-    if name in DOCUMENTED and any(t.is_cuda for t in _tensors((args, kwargs))):
+    adds = name != "index_put" or (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    if name in DOCUMENTED and adds and any(t.is_cuda for t in _tensors((args, kwargs))):
         return False
     read = {_memory(t) for t in _tensors((args, kwargs))}
     first = [t for t in _tensors(result) if t.is_floating_point()]
