@@ -96,12 +96,12 @@ def make_plan(
     }  # fmt: skip
     split = partition(joint, captured.outputs, len(tensors), hints, options.memory)
     see(split.forward)
-    forward = Planner(split.forward, "forward", hints, options.fuel).plan()
+    forward = Planner(split.forward, "forward", hints, options.fuel, epilogues).plan()
     backward = None
     if split.backward is not None:
         see(split.backward)
         fuel = None if options.fuel is None else options.fuel - len(forward.merges)
-        backward = Planner(split.backward, "backward", hints, fuel).plan()
+        backward = Planner(split.backward, "backward", hints, fuel, epilogues).plan()
         observe("plan-backward.txt", dump.plan_text(backward))
     observe("plan-forward.txt", dump.plan_text(forward))
     observe("repro.py", dump.repro(joint, captured.outputs, len(tensors), list(needs_grad), hints,

@@ -45,6 +45,15 @@ inline void meet_warp() { meet(warps[self->number / 32], 32); }
 }  // namespace emulated
 
 inline void __syncwarp() { emulated::meet_warp(); }
+inline int __all_sync(unsigned, int mine) {
+  const unsigned warp = emulated::self->number / 32;
+  emulated::posted[warp][emulated::self->number % 32] = mine != 0;
+  emulated::meet_warp();
+  int all = 1;
+  for (unsigned lane = 0; lane < 32; ++lane) all &= int(emulated::posted[warp][lane]);
+  emulated::meet_warp();
+  return all;
+}
 
 namespace mf {
 namespace sm90 {
@@ -102,6 +111,13 @@ inline void wait(u32 at, u32 parity) {
     }
     swapcontext(&emulated::self->context, &emulated::scheduler);
   }
+}
+inline bool has_passed_now(u32 at, u32 parity) {
+  if (emulated::random_number() % 4 == 0) {  // let others get on, and do not say no for ever
+    ++emulated::arrivals;
+    swapcontext(&emulated::self->context, &emulated::scheduler);
+  }
+  return (emulated::barrier_at(at).phase & 1) != parity;
 }
 inline void prefetch(const TensorMap*) {}
 
@@ -193,6 +209,20 @@ inline void load_matrices(u32 from, u32& a, u32& b, u32& c, u32& d) {
   for (int q = 0; q < 4; ++q) std::memcpy(words[q], in_matrix(q), 4);
   emulated::meet_warp();
 }
+inline void store_matrices(u32 to, u32 a, u32 b) {
+  post(to);
+  const u32 words[2] = {a, b};
+  for (int q = 0; q < 2; ++q) std::memcpy(in_matrix(q), &words[q], 4);
+  emulated::meet_warp();
+}
+inline void load_matrices(u32 from, u32& a, u32& b) {
+  post(from);
+  u32* words[2] = {&a, &b};
+  for (int q = 0; q < 2; ++q) std::memcpy(words[q], in_matrix(q), 4);
+  emulated::meet_warp();
+}
+inline u32 thread() { return emulated::self->number; }
+inline void store_word(u32 to, u32 word) { std::memcpy(place(to), &word, 4); }
 inline void load_if(u32 (&w)[4], const void* from, bool wanted) {
   if (wanted && u64(from) % 16) emulated::fail("a misaligned load");
   if (wanted) std::memcpy(w, from, 16); else std::memset(w, 0, 16);

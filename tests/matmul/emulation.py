@@ -16,7 +16,7 @@ from megafuse.codegen.matmul import FINISH_THREADS, THREADS, MatmulKernel, emit_
 from megafuse.codegen.tiles import TileConfig
 from megafuse.runtime import source
 from megafuse.runtime.host import build_host
-from megafuse.runtime.matmul import cut_of, integers, spec_of
+from megafuse.runtime.matmul import cut_of, integers, parameters, places, spec_of
 from megafuse.runtime.product import Layouts, Product, layouts_of, row_stride
 from megafuse.runtime.split import finish_blocks, finish_numbers, sums
 
@@ -41,10 +41,11 @@ def host_source(kernel: MatmulKernel) -> str:
         "extern __shared__ unsigned char dynamic[];",
         "unsigned char* dynamic = emulated::shared_memory;",
     )
+    parameter = "TailArgs" if kernel.spec.tail else "Args"
     entry = f"""
 extern "C" void emulate(const i64* a) {{
   emulated::random_state = unsigned(a[1]);
-  mf::sm90::Args args;
+  mf::sm90::{parameter} args;
   std::memcpy((void*)&args, (const void*)(a + 2), sizeof args);
   emulated::launch(a[0], 1, {THREADS}, 1, [&] {{ {kernel.name}(args); }});
 }}
@@ -58,6 +59,35 @@ extern "C" void emulate_finish(const i64* a) {{
 }}
 """
     return "#define MF_FAST 1\n" + text + code + entry
+
+
+def run_tail(
+    product: Product, operands: list[torch.Tensor], ins: list[torch.Tensor],
+    outs: list[torch.Tensor], rows: list[torch.Tensor], sums: torch.Tensor, tile: TileConfig,
+    blocks: int, seed: int,
+) -> None:  # fmt: skip
+    """The same for a product with a tail. operands: a and b; sums: places of partial sums."""
+    cut = cut_of(product, blocks, tile)
+    kernel = emit_matmul(spec_of(product, cut))
+    module = build_host(host_source(kernel), ["emulate"])
+    layouts = layouts_of(product)
+    assert isinstance(layouts, Layouts)
+    args = bytearray(parameters(product, cut, layouts, kernel.spec))
+    data = [*operands, *outs, *ins, *rows, *sums]
+    heights = [tile.m if layouts.a_major == "k" else 64, tile.n if layouts.b_major == "k" else 64]
+    heights += [64] * (len(outs) + len(ins))
+    maps = [layouts.a, layouts.b, *layouts.outs, *layouts.ins]
+    for i, (place, tensor) in enumerate(
+        zip(places(product, layouts, kernel.spec), data, strict=True)
+    ):
+        assert place is not None
+        struct.pack_into("=q", args, place.at, tensor.data_ptr())
+        if place.encoder is not None:
+            layout = maps[i]
+            described = [*layout.extents, *layout.strides, *layout.box(heights[i])[:2]]
+            struct.pack_into("=7q", args, place.at + 8, *described)
+    words = struct.unpack(f"={len(args) // 8}q", args)
+    module.launch("emulate", [blocks, seed, *words])
 
 
 def run(

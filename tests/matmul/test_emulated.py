@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulation import run
+from emulation import run, run_tail
 from products import make
+from tails import make_tail
 
 from megafuse.codegen.tiles import TILES
 
@@ -61,3 +62,31 @@ def test_emulated_splits(
         assert case.mismatch() is None, case.mismatch()
         results.append(case.c.clone())
     assert torch.equal(*results)
+
+
+# tile, blocks, tail, (batch, m, n, k), how
+TAILED: list[tuple[Any, int, str, tuple[int, int, int, int], dict[str, Any]]] = [
+    (SMALL, 2, "gate", (2, 72, 136, 72), {"majors": "mk", "epilogue": "bias"}),
+    (SMALL, 1, "relu", (3, 7, 72, 8), {"majors": "kk"}),
+    (FLAT, 2, "all", (2, 72, 264, 136), {"majors": "mn"}),
+    (MIDDLE, 2, "gate", (2, 200, 136, 328), {"dtype": torch.float16}),
+    (LARGE, 1, "relu", (1, 264, 264, 72), {"epilogue": "bias"}),
+    (LARGE, 2, "gate", (3, 136, 264, 960), {"majors": "kn", "batch_inside": True}),
+    (LARGE, 1, "all", (2, 41, 520, 200), {"majors": "kk", "shared_b": True}),
+]
+
+
+@pytest.mark.parametrize("tile,blocks,tail,size,how", TAILED, ids=str)
+def test_emulated_tails(
+    tile: Any, blocks: int, tail: str, size: tuple[int, int, int, int], how: Any
+) -> None:
+    case = make_tail(tail, size, **how)
+    results = []
+    for seed in (1, 2):
+        case.clear()
+        operands = [case.base.a, case.base.b]
+        run_tail(case.product, operands, case.ins, case.outs, case.base.rows, case.sums, tile,
+                 blocks, seed)  # fmt: skip
+        assert case.mismatch() is None, case.mismatch()
+        results.append([*(o.clone() for o in case.outs), case.sums.clone()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -16,16 +16,17 @@ from typing import Literal
 import torch
 
 from megafuse.codegen.expr import CPP_TYPE, rounded, scalar_cpp
-from megafuse.codegen.tiles import TileConfig
+from megafuse.codegen.tiles import Staging, TileConfig
 from megafuse.errors import UnsupportedError
 from megafuse.ops import pointwise
 
 ARCH = "sm_90a"
 HALVES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 2  # MAX_ROW_OPERANDS of block.cuh
+MAX_INS, MAX_OUTS, MAX_SUMS = 3, 3, 4  # of tail.cuh
 THREADS = 384
 FINISH_THREADS, FINISH_LANES = 64, 4  # of finish.cuh: a block, and columns of a thread
-_HEADERS = ("ptx.cuh", "wgmma.cuh", "block.cuh", "gemm.cuh", "finish.cuh")
+_HEADERS = ("ptx.cuh", "wgmma.cuh", "block.cuh", "tail.cuh", "gemm.cuh", "finish.cuh")
 _SM90 = Path(__file__).resolve().parent / "tile" / "sm90"
 
 Major = Literal["k", "mn"]
@@ -50,10 +51,27 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Tail:
+    """Pointwise work on the finished, rounded product with `ins` tensors of its shape, giving
+    `outs` tensors and `sums` column sums. body: C++ from x and t[i] to y[i] and s[i]."""
+
+    body: tuple[str, ...]
+    ins: int
+    outs: int
+    sums: int
+
+    @property
+    def depth(self) -> int:
+        """Results leave from where the operands and the product's own words lie."""
+        return max(self.ins + 1, self.outs)
+
+
+@dataclass(frozen=True)
 class MatmulSpec:
     """Everything that decides the code of one product. `dtype` of A and B, `out` of C, `row` of all
     row operands, `tensor` of the tensor operand. Accumulation is in float32. split: the kernel sums
-    over splits of k, and leaves the epilogue to a second one."""
+    over splits of k, and leaves the epilogue to a second one. tail: its tensors, and C, have the
+    dtype `out`."""
 
     dtype: torch.dtype
     a_major: Major
@@ -65,6 +83,7 @@ class MatmulSpec:
     tensor: torch.dtype = torch.bfloat16
     jitter: bool = False
     split: bool = False
+    tail: Tail | None = None
 
     @property
     def rows(self) -> int:
@@ -78,6 +97,11 @@ class MatmulSpec:
     @property
     def has_tensor(self) -> bool:
         return any(s.operand == "tensor" for s in self.epilogue)
+
+    @property
+    def staging(self) -> Staging:
+        tail = self.tail
+        return self.tile.staging(tail.depth, tail.sums) if tail else self.tile.staging()
 
 
 @dataclass(frozen=True)
@@ -120,6 +144,17 @@ def refused_epilogue(epilogue: tuple[Step, ...]) -> str | None:
     return None
 
 
+def refused_tail(tail: Tail) -> str | None:
+    """Why a tail of this size cannot follow a product inside its kernel; None when it can."""
+    if not 1 <= tail.outs <= MAX_OUTS or tail.ins > MAX_INS or tail.sums > MAX_SUMS:
+        return (
+            f"a product's kernel takes in at most {MAX_INS} tensors behind the product, and writes "
+            f"1 to {MAX_OUTS} and at most {MAX_SUMS} column sums, not {tail.ins}, {tail.outs} and "
+            f"{tail.sums}"
+        )
+    return None
+
+
 # ---- emission ------------------------------------------------------------------------------------
 
 
@@ -131,10 +166,15 @@ def emit_matmul(spec: MatmulSpec) -> MatmulKernel:
         reason = "the Hopper product reads and writes 16-bit floats only"
     if reason is None and spec.row not in (*HALVES, torch.float32):
         reason = f"a row operand of {spec.row} is not supported"
+    if reason is None and spec.tail is not None:
+        reason = refused_tail(spec.tail)
+        if spec.split or spec.has_tensor:
+            reason = "a tail follows a product in one pass, and brings in all tensors itself"
     if reason is not None:
         raise UnsupportedError(reason)
-    tile, stages = spec.tile, spec.tile.stages(spec.row_bytes)
-    shared = tile.shared_bytes(spec.row_bytes)
+    tile, tail, staging = spec.tile, spec.tail, spec.staging
+    stages = tile.stages(spec.row_bytes, staging)
+    shared = tile.shared_bytes(spec.row_bytes, staging)
     split_m, split_n = (2, 1) if tile.split == "m" else (1, 2)
     # The epilogue's half of the struct is the second kernel's where k is split.
     after = f"""\
@@ -158,18 +198,19 @@ struct Spec {{
   static constexpr int stages = {stages}, shared_bytes = {shared};
   static constexpr bool a_k_major = {_bool(spec.a_major == "k")};
   static constexpr bool b_k_major = {_bool(spec.b_major == "k")};
-  static constexpr bool split = {_bool(spec.split)};
-{nothing if spec.split else after}
+  static constexpr bool split = {_bool(spec.split)}, tail = {_bool(tail is not None)};
+  static constexpr int places = {staging.places}, depth = {staging.depth}, sums = {staging.sums};
+{nothing if spec.split else after}{_tail(tail) if tail else ""}
 {_mma(spec)}}};
 {f"struct Finish {{{chr(10)}{after}}};{chr(10)}" if spec.split else ""}}}  // namespace
 """
     digest = hashlib.sha256(f"{spec}".encode()).hexdigest()[:8]
-    kind = "split_" if spec.split else ""
+    kind = "split_" if spec.split else "tail_" if tail else ""
     name = f"mf_matmul_{kind}{spec.a_major}{spec.b_major}_{tile}_{digest}"
     finish = f"{name}_finish" if spec.split else None
     kernel = f"""
 extern "C" __global__ void __launch_bounds__({THREADS}, 1)
-{name}(const __grid_constant__ mf::sm90::Args args) {{
+{name}(const __grid_constant__ mf::sm90::{"TailArgs" if tail else "Args"} args) {{
   mf::sm90::gemm<Spec>(args);
 }}
 """
@@ -217,6 +258,16 @@ def _mma(spec: MatmulSpec) -> str:
         : {outputs}
         : "r"(a), "r"(b), "r"(mf::sm90::DESCRIPTOR_HIGH), "r"(keep));
   }}
+"""
+
+
+def _tail(tail: Tail) -> str:
+    body = "".join(f"    {line}\n" for line in tail.body)
+    return f"""
+  static constexpr int ins = {tail.ins}, outs = {tail.outs};
+  // x: the product's element; t: the operands'; y: the results; s: what the column sums add up.
+  MF_FN static void after(mf::real x, const float* t, float* y, float* s) {{
+{body}  }}
 """
 
 

@@ -16,6 +16,21 @@ _BLOCK_K, _CHUNK_BYTES, _MOST_STAGES = 64, 8192, 8
 
 
 @dataclass(frozen=True)
+class Staging:
+    """What a consumer's chunks of 64 columns pass through on their way in and out: `places` of
+    them, `depth` tensors deep, with room for `sums` column sums each."""
+
+    places: int
+    depth: int = 1
+    sums: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of both consumers; a column sum has a float of every warp and column."""
+        return 2 * self.places * (self.depth * _CHUNK_BYTES + self.sums * 4 * 64 * 4)
+
+
+@dataclass(frozen=True)
 class TileConfig:
     """The part of C a block computes at a time: two warpgroups of 64 rows x `width` columns each,
     one above the other (split "m") or side by side ("n")."""
@@ -36,22 +51,32 @@ class TileConfig:
         """One k-block of A and of B, in 16-bit elements."""
         return (self.m + self.n) * 2 * _BLOCK_K
 
-    def fixed_bytes(self, row_bytes: int, stages: int) -> int:
-        """Shared memory beside the pipeline stages; row_bytes: of one column's row operands."""
-        slots = min(2, self.width // 64)
-        barriers = 2 * stages + 4 * slots + 2
-        return 2 * slots * _CHUNK_BYTES + row_bytes * self.n + 8 * barriers + _ALIGNMENT
+    def staging(self, depth: int = 0, sums: int = 0) -> Staging:
+        """depth, sums: of a tail; a plain result has two places where it has two chunks. A tail
+        has two where they leave the pipeline its four stages."""
+        if depth == 0:
+            return Staging(min(2, self.width // 64))
+        two = Staging(2, depth, sums)
+        return two if self.stages(0, two) >= 4 else Staging(1, depth, sums)
 
-    def stages(self, row_bytes: int) -> int:
+    def fixed_bytes(self, row_bytes: int, stages: int, staging: Staging) -> int:
+        """Shared memory beside the pipeline stages; row_bytes: of one column's row operands."""
+        barriers = 2 * stages + 4 * staging.places + 2
+        return staging.nbytes + row_bytes * self.n + 8 * barriers + _ALIGNMENT
+
+    def stages(self, row_bytes: int, staging: Staging | None = None) -> int:
         """The deepest pipeline that fits."""
+        staging = staging or self.staging()
         for stages in range(_MOST_STAGES, 2, -1):
-            if stages * self.stage_bytes + self.fixed_bytes(row_bytes, stages) <= _SHARED_LIMIT:
+            fixed = self.fixed_bytes(row_bytes, stages, staging)
+            if stages * self.stage_bytes + fixed <= _SHARED_LIMIT:
                 return stages
         return 2
 
-    def shared_bytes(self, row_bytes: int) -> int:
-        stages = self.stages(row_bytes)
-        return stages * self.stage_bytes + self.fixed_bytes(row_bytes, stages)
+    def shared_bytes(self, row_bytes: int, staging: Staging | None = None) -> int:
+        staging = staging or self.staging()
+        stages = self.stages(row_bytes, staging)
+        return stages * self.stage_bytes + self.fixed_bytes(row_bytes, stages, staging)
 
     def __str__(self) -> str:
         return f"{self.m}x{self.n}"

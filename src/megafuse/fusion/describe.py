@@ -52,7 +52,8 @@ def read_bytes(region: Region, node: Node, buffers: set[Node], sizes: Mapping[st
 def _operands(region: MatmulRegion | ExternRegion) -> list[Operand]:
     if isinstance(region, ExternRegion):
         return region.operands
-    return [region.a, region.b, *(o for _, o in region.extras)]
+    tail = [o for _, o in region.tail.ins] if region.tail else []
+    return [region.a, region.b, *(o for _, o in region.extras), *tail]
 
 
 def _elements(operand: Operand, sizes: Mapping[str, int]) -> tuple[int, int]:
@@ -70,6 +71,9 @@ def written_bytes(region: Region, sizes: Mapping[str, int]) -> int:
             evaluate(product(a.extent for a in own), sizes) * r.target.dtype.itemsize
             for r, own in zip(stored, axes, strict=True)
         )
+    if isinstance(region, MatmulRegion) and region.tail is not None:
+        kept = region.node.type.nbytes if region.node in region.writes() else 0
+        return evaluate(kept, sizes) + written_bytes(region.tail.region, sizes)
     return sum(evaluate(n.type.nbytes, sizes) for n in region.writes() if n.op != "extern"
                or not n.attrs["multiple"])  # fmt: skip
 
@@ -93,6 +97,8 @@ def computed(region: Region) -> list[Node]:
         for root in region.roots:
             visit(root.node, stop - {root.node})
         return list(found)
+    if isinstance(region, MatmulRegion) and region.tail is not None:
+        return [region.node, *computed(region.tail.region)]
     return [region.node]
 
 
@@ -133,6 +139,10 @@ def _reason(a: Region, b: Region, node: Node, refused: Mapping[tuple[str, str], 
     if isinstance(a, ExternRegion) or isinstance(b, ExternRegion):
         return "PyTorch runs the operator on one side, which reads and writes memory"
     if isinstance(a, MatmulRegion):
+        consumers = {n.name for r in b.roots for n in (r.node, r.target)}
+        for (producer, consumer), reason in refused.items():
+            if producer == a.node.name and consumer in consumers:
+                return reason
         return ("a row of a product's result spans many output tiles, so what needs whole rows "
                 "waits, and the rest rides along in their walk")  # fmt: skip
     names_a = {n.name for r in a.roots for n in (r.node, r.target)}
@@ -150,7 +160,8 @@ def refusals(plan: GraphPlan) -> dict[str, list[WhyNotFused]]:
     as it ended up, and the last reason given."""
     home: dict[str, str] = {}
     for region in plan.regions:
-        roots = region.roots if isinstance(region, RowRegion) else []
+        rows = region.tail.region if isinstance(region, MatmulRegion) and region.tail else region
+        roots = rows.roots if isinstance(rows, RowRegion) else []
         for node in [*region.writes(), *(n for r in roots for n in (r.node, r.target))]:
             home.setdefault(node.name, region.name)
     found: dict[tuple[str, str], str] = {}
@@ -243,9 +254,11 @@ def _summary(
     launches = 1
     if isinstance(region, RowRegion):
         kernels = (f"mf_{region.name}",)
-        if any(r.kind == "column" for r in region.roots):
-            kernels += (f"mf_{region.name}_finish",)
-            launches = 2
+    tail = region.tail if isinstance(region, MatmulRegion) else None
+    rows = tail.region if tail else region
+    if isinstance(rows, RowRegion) and any(r.kind == "column" for r in rows.roots):
+        kernels += (f"mf_{region.name}_finish",)
+        launches = 2
     dtype = None if isinstance(region, RowRegion) else region.node.dtype
     seconds = cost.seconds(read + written, work, launches, spec, dtype)
     ops = dict.fromkeys(place(n) for n in computed(region))

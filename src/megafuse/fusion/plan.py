@@ -158,23 +158,44 @@ class Operand:
 
 
 @dataclass
+class Tail:
+    """A row region that a product's kernel does on its tiles before they reach memory.
+
+    region: what it does. ins: the tensors it reads beside the product, as [b, m, n]. outs: what is
+    written as [b, m, n], and the root that makes it; None is the product itself, where somebody
+    else reads it. sums: the column sums, over m and, unless `each`, over b.
+    """
+
+    region: RowRegion
+    ins: tuple[tuple[Read, Operand], ...]
+    outs: tuple[tuple[Root | None, Operand], ...]
+    sums: tuple[Root, ...]
+    each: bool
+
+
+@dataclass
 class MatmulRegion:
     """Batched product [b, m, k] @ [b, k, n] of two strided operands; `extras` are what its epilogue
-    adds: ("row", [b, 1, n]) or ("tensor", [b, m, n])."""
+    adds: ("row", [b, 1, n]) or ("tensor", [b, m, n]); then comes the tail."""
 
     node: Node
     a: Operand
     b: Operand
     extras: tuple[tuple[str, Operand], ...] = ()
+    tail: Tail | None = None
     name: str = ""
     kind: Literal["matmul"] = "matmul"
 
     def writes(self) -> list[Node]:
-        return [self.node]
+        if self.tail is None:
+            return [self.node]
+        kept = [self.node] if any(root is None for root, _ in self.tail.outs) else []
+        return [*kept, *self.tail.region.writes()]
 
     def reads(self, buffers: set[Node]) -> list[Node]:
         extras = [o.buffer for _, o in self.extras]
-        return list(dict.fromkeys([self.a.buffer, self.b.buffer, *extras]))
+        tail = [o.buffer for _, o in self.tail.ins] if self.tail else []
+        return list(dict.fromkeys([self.a.buffer, self.b.buffer, *extras, *tail]))
 
     @property
     def flops(self) -> Dim:
@@ -206,9 +227,9 @@ Region = RowRegion | MatmulRegion | ExternRegion
 class Merge:
     """One fusion as it happened: two regions, and the one that they became."""
 
-    first: RowRegion
+    first: RowRegion | MatmulRegion
     second: RowRegion
-    result: RowRegion
+    result: RowRegion | MatmulRegion
 
 
 @dataclass

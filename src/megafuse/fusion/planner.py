@@ -38,6 +38,7 @@ from megafuse.fusion.roots import (
     store_stage,
 )
 from megafuse.fusion.rules import group, same_rows
+from megafuse.fusion.tails import absorb
 from megafuse.ir import Graph, Node
 from megafuse.ops import is_pointwise, is_reduction, is_view
 
@@ -53,7 +54,7 @@ class _State:
 
 
 class Planner:
-    """fuel: how many merges may happen (None: any number)."""
+    """fuel: how many merges may happen (None: any number). tails: whether products have them."""
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class Planner:
         direction: Literal["forward", "backward"],
         sizes: Mapping[str, int],
         fuel: int | None = None,
+        tails: bool = False,
     ) -> None:
         self.graph, self.direction, self.sizes, self.fuel = graph, direction, sizes, fuel
+        self.tails = tails
         self.users = graph.users()
         self.order = {n: i for i, n in enumerate(graph.nodes)}
 
@@ -89,10 +92,18 @@ class Planner:
                     break
                 inline |= idle
                 buffers -= idle
-        regions = self._ordered(state.regions)
+        regions, refused = self._ordered(state.regions), list(state.refused.values())
+        if self.tails:
+            regions, merges, apart = absorb(regions, buffers, self.sizes, results, self._left)
+            state.merges += merges
+            refused += apart
         letter = "F" if self.direction == "forward" else "B"
         for i, region in enumerate(regions, 1):
             region.name = f"{letter}{i}"
+            if isinstance(region, MatmulRegion) and region.tail is not None:
+                region.tail.region.name = region.name
+                if not region.tail.sums:
+                    widen(region.tail.region)
             if isinstance(region, RowRegion):
                 widen(region)
                 others = {n for r in regions if r is not region for n in r.reads(buffers)}
@@ -100,8 +111,8 @@ class Planner:
                 others |= {o.buffer for o in results if o is not None}
                 region.alone = set(region.writes()) - others
         return GraphPlan(
-            self.graph, self.direction, regions, buffers, results, list(state.refused.values()),
-            self.sizes, state.merges,
+            self.graph, self.direction, regions, buffers, results, refused, self.sizes,
+            state.merges,
         )  # fmt: skip
 
     # -- buffers
@@ -238,8 +249,11 @@ class Planner:
         """Merge `region` with every earlier one a rule allows, nearest first."""
         tried: set[int] = set()
         while True:
-            others = [r for r in reversed(state.regions)
-                      if isinstance(r, RowRegion) and r is not region and id(r) not in tried]
+            others = [
+                r
+                for r in reversed(state.regions)
+                if isinstance(r, RowRegion) and r is not region and id(r) not in tried
+            ]
             merged = None
             for other in others:
                 tried.add(id(other))

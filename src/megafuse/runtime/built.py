@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megafuse.codegen import schedule
 from megafuse.codegen.rows import RowKernel, emit_rows
 from megafuse.codegen.schedule import (
     FEWEST_WARPS,
@@ -63,15 +64,15 @@ def emit_cuda(
     `MANY_ROWS` the region's rows are."""
     best: tuple[int, RowKernel, Cubin] | None = None
     rows = plan.rows_of(region, sizes)
-    for schedule in cuda_schedules(region, rows):
-        kernel = emit_rows(region, plan.buffers, schedule, rounding, f"mf_{region.name}")
+    for layout in cuda_schedules(region, rows):
+        kernel = emit_rows(region, plan.buffers, layout, rounding, f"mf_{region.name}")
         # Where launches cost more than arithmetic, float32 storage gets double arithmetic.
         wide = not kernel.fast and rows < MANY_ROWS
         cubin = compile_cubin(
             kernel.source, kernel.names, arch, fast=kernel.fast, debug=debug, wide=wide
         )
         spills = sum(r.spill_stores + r.spill_loads for r in cubin.resources.values())
-        warps = blocks_per_sm(kernel, cubin, H200) * -(-schedule.threads // 32)
+        warps = blocks_per_sm(kernel, cubin, H200) * -(-layout.threads // 32)
         if warps < FEWEST_WARPS and rows >= MANY_ROWS:
             spills += 1 << 20  # so that any layout with more warps is better
         if best is None or spills < best[0]:
@@ -94,11 +95,17 @@ def blocks_per_sm(kernel: RowKernel, cubin: Cubin, spec: DeviceSpec) -> int:
 class RowCall:
     """A row region at run-time sizes: its launches, but for addresses.
 
-    workspace: bytes for the partial column sums."""
+    workspace: bytes for the partial column sums. parts, chunks: of partial sums that another
+    kernel writes; then the second step is all there is to launch."""
 
-    def __init__(self, built: BuiltRegion, sizes: Mapping[str, int], spec: DeviceSpec) -> None:
+    def __init__(
+        self, built: BuiltRegion, sizes: Mapping[str, int], spec: DeviceSpec, parts: int = 0,
+        chunks: int = 1,
+    ) -> None:  # fmt: skip
         kernel, region = built.kernel, built.region
-        shape = launch(region, kernel.kept, kernel.schedule, sizes, spec, built.blocks_per_sm)
+        shape = schedule.Launch(parts, chunks, 0, 0)
+        if not parts:
+            shape = launch(region, kernel.kept, kernel.schedule, sizes, spec, built.blocks_per_sm)
         self.module = built.module
         self.new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()
                     if n not in kernel.inside]  # fmt: skip
@@ -122,7 +129,8 @@ class RowCall:
                 self.args.append(sizes[arg.name] if arg.kind == "size" else fixed[arg.kind])
         self.kernels: list[tuple[str, Grid, int | Grid]] = []
         if shape.parts:
-            self.kernels.append((kernel.name, (shape.grid, 1, 1), kernel.schedule.threads))
+            if not parts:
+                self.kernels.append((kernel.name, (shape.grid, 1, 1), kernel.schedule.threads))
             if kernel.finish:
                 tiles = max((-(-c // 32) for c in kernel.partial_columns), default=1)
                 blocks = min(tiles * max(1, shape.parts // shape.chunks), 1056)
@@ -156,6 +164,17 @@ class RowCall:
                     module.launch(name, args)
 
         return step
+
+    def launch(self, values: Values, workspace: int, stream: int) -> None:
+        """Launches on a CUDA stream what `step` would, with everything allocated."""
+        assert isinstance(self.module, CudaModule)
+        args = list(self.args)
+        for i, node in self.buffers:
+            args[i] = values[node].data_ptr()
+        for i in self.partials:
+            args[i] += workspace
+        for name, grid, block in self.kernels:
+            self.module.launch(name, grid, block, args, stream)
 
     def launches(self) -> list[Launch]:
         """The same for `native.Queue`; the workspace is a buffer, this object."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -36,6 +36,7 @@ from megafuse.runtime.built import (
 from megafuse.runtime.cuda import CudaModule
 from megafuse.runtime.host import build_host
 from megafuse.runtime.matmul import Matmul, accepts, product_of
+from megafuse.runtime.tailed import Tailed, built_sums, sums_call, tailed_product
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,6 +67,7 @@ class Executor:
         self.spec: DeviceSpec = spec_for(device)
         self.built = self._build(progress or (lambda *_: None))
         self._other: dict[str, BuiltRegion] = {}  # for calls on the other side of MANY_ROWS
+        self._sums: dict[str, BuiltRegion] = {}  # second steps of tails' column sums
         self.public = public
         self.recipes: dict[tuple[int, ...], Recipe] = {}
         self._last = plan.last_use()
@@ -164,12 +166,47 @@ class Executor:
             return Work(region, call.step(self.device), call.launches(), room)
         if isinstance(region, ExternRegion):
             return Work(region, self._extern_step(region, sizes))
+        if region.tail is not None:
+            return self._tailed_work(region, sizes)
         kernel = self._matmul_kernel(region, sizes)
         step = self._matmul_step(region, sizes, kernel)
         if kernel is None:
             return Work(region, step)
         room = {kernel: 4 * kernel.sums} if kernel.sums else {}
         return Work(region, step, self._launches(region, kernel), room)
+
+    def _tailed_work(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Work:
+        plan, options, tail = self.plan, self.options, region.tail
+        assert tail is not None and self.device.index is not None
+        product = tailed_product(plan, region, sizes, options.rounding == "eager",
+                                 self.spec.sm_count)  # fmt: skip
+        if product is None:
+            return Work(region, self._apart(region, sizes))
+        sums = None
+        if tail.sums:
+            if region.name not in self._sums:
+                self._sums[region.name] = built_sums(plan, region, self.device.index)
+            sums = sums_call(self._sums[region.name], product, tail.each, sizes, self.spec)
+        tailed = Tailed(region, product, sums, sizes, self.device, options.debug,
+                        lambda: self._apart(region, sizes))  # fmt: skip
+        return tailed.work()
+
+    def _apart(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Step:
+        """The product, then its tail's row region."""
+        tail = region.tail
+        assert tail is not None
+        kept = region.node in region.writes()
+        bare = replace(region, tail=None)
+        product = self._matmul_step(bare, sizes, self._matmul_kernel(bare, sizes))
+        rows = RowCall(self._build_region(tail.region, sizes), sizes, self.spec).step(self.device)
+
+        def step(values: Values) -> None:
+            product(values)
+            rows(values)
+            if not kept:
+                del values[region.node]
+
+        return step
 
     def _launches(self, region: MatmulRegion, kernel: Matmul) -> list[native.Launch]:
         rows = [o.buffer for kind, o in region.extras if kind == "row"]

@@ -19,7 +19,10 @@ import torch
 
 from megafuse.codegen.matmul import (
     ARCH,
+    MAX_INS,
+    MAX_OUTS,
     MAX_ROWS,
+    MAX_SUMS,
     THREADS,
     MatmulKernel,
     MatmulSpec,
@@ -67,7 +70,7 @@ def spec_of(product: Product, cut: Cut) -> MatmulSpec:
     tensor = product.tensor.dtype if product.tensor else dtype
     return MatmulSpec(
         dtype, layouts.a_major, layouts.b_major, product.epilogue, product.c.dtype, cut.tile,
-        row, tensor, split=cut.splits > 1,
+        row, tensor, split=cut.splits > 1, tail=product.tail,
     )  # fmt: skip
 
 
@@ -93,10 +96,20 @@ class _Loaded:
                    f"asking for {kernel.shared_bytes} bytes of shared memory")  # fmt: skip
 
 
+Encoder = Callable[[int, int], int]
+"""Writes a tensor map at one address for data at another; a status."""
+
 # ---- launching -----------------------------------------------------------------------------------
 
 _MAP_BYTES, _MAPS = 128, 4  # of gemm.cuh's Args: a, b, c, tensor
 _REST = struct.Struct(f"={2 * MAX_ROWS}q10i")  # row pointers, row strides, ten integers
+_ROWS_AT = _MAPS * _MAP_BYTES
+_ARGS_BYTES = -(-(_ROWS_AT + _REST.size) // 64) * 64
+# TailArgs: Args, the maps of further operands and results, column sums' places, batch steps.
+_OUTS_AT = _ARGS_BYTES + (MAX_INS - 1) * _MAP_BYTES
+_SUMS_AT = _OUTS_AT + (MAX_OUTS - 1) * _MAP_BYTES
+_STEPS = struct.Struct(f"={MAX_INS}i")  # and the pieces of a tile that go with a k-block
+_TAIL_BYTES = -(-(_SUMS_AT + 8 * MAX_SUMS + _STEPS.size) // 64) * 64
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
@@ -105,12 +118,20 @@ _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 class _Call(Prepared):
     """One thread's launch, ready but for the stream and the pointers, and the pointers it holds."""
 
-    def __init__(self, function: ctypes.c_void_p, config: bytes, rest: bytes) -> None:
-        super().__init__(function, config, -(-(_MAPS * _MAP_BYTES + _REST.size) // 64) * 64)
-        rows_at = self.address + _MAPS * _MAP_BYTES
-        ctypes.memmove(rows_at, rest, len(rest))
-        self.rows = (ctypes.c_int64 * MAX_ROWS).from_address(rows_at)
+    def __init__(self, function: ctypes.c_void_p, config: bytes, args: bytes) -> None:
+        super().__init__(function, config, len(args))
+        ctypes.memmove(self.address, args, len(args))
         self.pointers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a pointer goes in the parameters: `start` bytes further than given, into the tensor
+    map at `at` that `encoder` made, or as it is."""
+
+    at: int
+    start: int
+    encoder: Encoder | None = None
 
 
 class _Calls(threading.local):
@@ -146,25 +167,16 @@ class Matmul:
         self._loaded = _load(self.kernel, device, debug)
         layouts = layouts_of(product)
         assert isinstance(layouts, Layouts)
-        self._maps = _map_plan(layouts, spec.tile)
-        numbers = integers(product, cut, layouts)
-        self.grid = min(numbers[4], sm_count)
-        self._starts = [v.start for v in (product.a, product.b, product.c)]
-        self._starts.append(product.tensor.start if product.tensor else 0)
-        self._starts += [r.start for r in product.rows]
-        strides = [row_stride(r) for r in product.rows]
+        self.grid = min(cut.pieces(product.batch, product.m, product.n), sm_count)
         self._finish: Finish | None = None
         if self.kernel.finish is not None:
             # The first kernel then knows the operands and the workspace, the second all the rest.
             self._finish = Finish(self._loaded.module, self.kernel.finish, product, cut.splits)
-            self._maps[2:] = [None, None]
-            self._starts[2:], strides = [0, 0, 0], []
-        strides += [0] * (MAX_ROWS - len(strides))
-        self._rest = _REST.pack(*[0] * MAX_ROWS, *strides, *numbers)
-        shared = self.kernel.shared_bytes
-        self._config = config((self.grid, 1, 1), THREADS, shared)
+        self._places = places(product, layouts, spec)
+        """Of a, b, c, tensor, rows; with a tail of a, b, outs, ins, rows, column sums."""
+        self._args = parameters(product, cut, layouts, spec)
+        self._config = config((self.grid, 1, 1), THREADS, self.kernel.shared_bytes)
         self._calls = _Calls()
-        self._mapped = [(i, i * _MAP_BYTES) for i, e in enumerate(self._maps) if e is not None]
         self._launch, self._readdress = _entry_points().launch, _entry_points().readdress
 
     @staticmethod
@@ -205,38 +217,43 @@ class Matmul:
     ) -> None:  # fmt: skip
         """Enqueues the product. All but the stream are addresses where the buffers start;
         workspace: of `sums` float32 elements, whatever they hold."""
+        finish = self._finish
+        pointers = (a, b, c, tensor, *rows) if finish is None else (a, b, 0, 0, workspace)
+        self.launch_at(pointers, stream)
+        if finish is not None and self.grid:
+            finish.launch(workspace, c, tensor, rows, stream)
+
+    def launch_at(self, pointers: tuple[int, ...], stream: int) -> None:
+        """Enqueues the first kernel. pointers: addresses in the order of its operands: a, b, the
+        results, the tensors that come in, rows, places of column sums."""
         if self.grid == 0:
             return
         call = self._calls.mine
         if call is None:
-            call = self._calls.mine = _Call(self._loaded.handle, self._config, self._rest)
-        finish = self._finish
-        pointers = (a, b, c, tensor, *rows) if finish is None else (a, b, 0, 0, workspace)
+            call = self._calls.mine = _Call(self._loaded.handle, self._config, self._args)
         if pointers != call.pointers:
             self._address(call, pointers)
         call.stream.value = stream
         if status := self._launch(*call.arguments):
             self._launch_again(call, status)
-        if finish is not None:
-            finish.launch(workspace, c, tensor, rows, stream)
 
     def launches(self, buffers: Sequence[Any], somewhere: int) -> list[Launch]:
-        """The same for `native.Queue`. buffers: what stands for a, b, c, tensor and rows; this
-        object stands for the workspace. somewhere: any aligned address on the device, which the
-        maps hold at first."""
+        """The same for `native.Queue`. buffers: what stands for the pointers of `launch_at`; where
+        k is split for a, b, c, tensor and rows, and this object stands for the workspace.
+        somewhere: any aligned address on the device, which the maps hold at first."""
         if self.grid == 0:
             return []
-        call = _Call(self._loaded.handle, self._config, self._rest)
-        self._encode(call, (somewhere,) * len(self._starts))
+        call = _Call(self._loaded.handle, self._config, self._args)
+        self._encode(call, (somewhere,) * len(self._places))
         finish = self._finish
         if finish is not None:
             a, b, c, tensor, *rows = buffers
             second = finish.prepared([self, c, tensor, *rows])
             buffers = [a, b, None, None, self]
-        places = [(i, at, True) for i, at in self._mapped]
-        places += [(i, _MAPS * _MAP_BYTES + 8 * (i - _MAPS), False)
-                   for i in range(_MAPS, len(self._starts))]  # fmt: skip
-        patches = [Patch(at, buffers[i], self._starts[i], map) for i, at, map in places]
+        patches = [
+            Patch(p.at, buffer, p.start, p.encoder is not None)
+            for p, buffer in zip(self._places, buffers, strict=True) if p is not None
+        ]  # fmt: skip
         what = f"{self.kernel.name} on {self.grid} blocks"
         handle = self._loaded.handle.value or 0
         first = Launch(what, handle, self._config, bytes(call.args), tuple(patches))
@@ -253,28 +270,83 @@ class Matmul:
 
     def _address(self, call: _Call, pointers: tuple[int, ...]) -> None:
         """Writes `pointers` into the struct: new maps the first time, then new addresses."""
-        if len(pointers) != len(self._starts):
-            raise ValueError(f"{len(pointers) - 4} row operands for {len(self._starts) - 4}")
-        old, starts, start_of_maps = call.pointers, self._starts, call.address
+        if len(pointers) != len(self._places):
+            raise ValueError(f"{len(pointers)} addresses for {len(self._places)} operands")
+        old = call.pointers
         call.pointers = ()  # should the driver refuse half-way, everything is encoded again
         if not old:
             self._encode(call, pointers)
         else:
-            for i, offset in self._mapped:
-                if old[i] != pointers[i]:
-                    status = self._readdress(start_of_maps + offset, pointers[i] + starts[i])
-                    if status:
-                        _check(status, "re-addressing a tensor map")
-        for i in range(_MAPS, len(pointers)):
-            call.rows[i - _MAPS] = pointers[i] + starts[i]
+            for place, before, pointer in zip(self._places, old, pointers, strict=True):
+                if place is None or before == pointer:
+                    continue
+                to, where = call.address + place.at, pointer + place.start
+                if place.encoder is None:
+                    ctypes.c_int64.from_address(to).value = where
+                elif status := self._readdress(to, where):
+                    _check(status, "re-addressing a tensor map")
         call.pointers = pointers
 
     def _encode(self, call: _Call, pointers: tuple[int, ...]) -> None:
         with cuda._Current(self._loaded.context):
-            for i, encode in enumerate(self._maps):
-                if encode is not None:
-                    at, where = call.address + i * _MAP_BYTES, pointers[i] + self._starts[i]
-                    _check(encode(at, where), f"encoding tensor map {i} of {self.product}")
+            for i, (place, pointer) in enumerate(zip(self._places, pointers, strict=True)):
+                if place is None:
+                    continue
+                to, where = call.address + place.at, pointer + place.start
+                if place.encoder is None:
+                    ctypes.c_int64.from_address(to).value = where
+                else:
+                    _check(place.encoder(to, where), f"encoding tensor map {i} of {self.product}")
+
+
+def parameters(product: Product, cut: Cut, layouts: Layouts, spec: MatmulSpec) -> bytes:
+    """The kernel's parameters, without addresses and tensor maps."""
+    args = bytearray(_TAIL_BYTES if spec.tail else _ARGS_BYTES)
+    strides = [] if spec.split else [row_stride(r) for r in product.rows]
+    strides += [0] * (MAX_ROWS - len(strides))
+    numbers = integers(product, cut, layouts)
+    _REST.pack_into(args, _ROWS_AT, *[0] * MAX_ROWS, *strides, *numbers)
+    if spec.tail:
+        steps = [x.step for x in layouts.ins[1:]]
+        steps += [0] * (MAX_INS - 1 - len(steps))
+        pieces = -(-cut.tile.width // 16 // max(1, k_blocks(product.k) - 1))
+        _STEPS.pack_into(args, _SUMS_AT + 8 * MAX_SUMS, *steps, pieces)
+    return bytes(args)
+
+
+def places(product: Product, layouts: Layouts, spec: MatmulSpec) -> list[Place | None]:
+    """In the order of the pointers of `Matmul.launch_at`; None: nothing is given there."""
+    tile, tail = spec.tile, spec.tail
+
+    def mapped(at: int, view: View, layout: MapLayout, rows: int = 64) -> Place:
+        return Place(at, view.start, _encoder(layout, rows))
+
+    a_rows = tile.m if layouts.a_major == "k" else 64
+    b_rows = tile.n if layouts.b_major == "k" else 64
+    a = mapped(0, product.a, layouts.a, a_rows)
+    b = mapped(_MAP_BYTES, product.b, layouts.b, b_rows)
+    if spec.split:
+        return [a, b, None, None, Place(_ROWS_AT, 0)]
+    c_at, tensor_at = 2 * _MAP_BYTES, 3 * _MAP_BYTES
+    rows = [Place(_ROWS_AT + 8 * i, r.start) for i, r in enumerate(product.rows)]
+    if tail is None:
+        tensor = None
+        if product.tensor and layouts.tensor:
+            tensor = mapped(tensor_at, product.tensor, layouts.tensor)
+        return [a, b, mapped(c_at, product.c, layouts.c), tensor, *rows]
+    outs_at = [c_at, *range(_OUTS_AT, _SUMS_AT, _MAP_BYTES)]
+    ins_at = [tensor_at, *range(_ARGS_BYTES, _OUTS_AT, _MAP_BYTES)]
+    outs = map(mapped, outs_at, product.outs, layouts.outs)
+    ins = map(mapped, ins_at, product.ins, layouts.ins)
+    apart = partials(product) * product.n * 4
+    column_sums = [Place(_SUMS_AT + 8 * i, i * apart) for i in range(tail.sums)]
+    return [a, b, *outs, *ins, *rows, *column_sums]
+
+
+def partials(product: Product) -> int:
+    """Rows of float32 partial sums that a tail writes for each column sum, batch by batch: one for
+    64 rows. The sums follow one another in one workspace."""
+    return product.batch * -(-product.m // 64)
 
 
 def integers(product: Product, cut: Cut, layouts: Layouts) -> tuple[int, ...]:
@@ -284,19 +356,9 @@ def integers(product: Product, cut: Cut, layouts: Layouts) -> tuple[int, ...]:
     pieces = cut.pieces(product.batch, product.m, product.n)
     if pieces >= 1 << 31:
         raise UnsupportedError(f"{pieces} tiles are more than the kernel counts to")
-    steps = layouts.a.step, layouts.b.step, layouts.tensor.step if layouts.tensor else 0
+    tensor = layouts.tensor or next(iter(layouts.ins), None)
+    steps = layouts.a.step, layouts.b.step, tensor.step if tensor else 0
     return product.m, product.n, m_tiles, n_tiles, pieces, k_blocks(product.k), *steps, cut.splits
-
-
-Encoder = Callable[[int, int], int]
-
-
-def _map_plan(layouts: Layouts, tile: TileConfig) -> list[Encoder | None]:
-    """For a, b, c and the tensor operand: writes its map at one address for data at another."""
-    a_rows = tile.m if layouts.a_major == "k" else 64
-    b_rows = tile.n if layouts.b_major == "k" else 64
-    plan = [_encoder(layouts.a, a_rows), _encoder(layouts.b, b_rows), _encoder(layouts.c, 64)]
-    return [*plan, _encoder(layouts.tensor, 64) if layouts.tensor else None]
 
 
 def _encoder(layout: MapLayout, rows: int) -> Encoder:

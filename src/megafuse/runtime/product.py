@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafuse.codegen.matmul import ARCH, HALVES, Major, Step, refused_epilogue
+from megafuse.codegen.matmul import ARCH, HALVES, Major, Step, Tail, refused_epilogue, refused_tail
 from megafuse.fusion.plan import MatmulRegion, Operand
 from megafuse.ir import evaluate
 
@@ -45,7 +45,8 @@ class Product:
     """c[b] = epilogue(a[b] @ b[b]).
 
     a: [batch, m, k]; b: [batch, k, n]; c: [batch, m, n]; rows: [batch, n] or [n] each, in the order
-    the epilogue's steps take them; tensor: [batch, m, n].
+    the epilogue's steps take them; tensor: [batch, m, n]. tail: what follows the rounded result,
+    with `ins` and `outs` of [batch, m, n]; c is then the first of `outs`.
     """
 
     a: View
@@ -54,6 +55,9 @@ class Product:
     epilogue: tuple[Step, ...] = ()
     rows: tuple[View, ...] = ()
     tensor: View | None = None
+    tail: Tail | None = None
+    ins: tuple[View, ...] = ()
+    outs: tuple[View, ...] = ()
 
     @property
     def batch(self) -> int:
@@ -72,8 +76,11 @@ class Product:
         return self.a.shape[2]
 
 
-def product_of(region: MatmulRegion, sizes: Mapping[str, int]) -> Product:
-    """A planned matmul at run-time sizes, its result freshly allocated."""
+def product_of(
+    region: MatmulRegion, sizes: Mapping[str, int], body: tuple[str, ...] = ()
+) -> Product:
+    """A planned matmul at run-time sizes, its result freshly allocated. body: its tail's code,
+    which nothing but the building of a kernel asks for."""
     batch, m, n = (evaluate(d, sizes) for d in region.node.shape)
     steps, rows, tensor = [], [], None
     for kind, operand in region.extras:
@@ -84,10 +91,16 @@ def product_of(region: MatmulRegion, sizes: Mapping[str, int]) -> Product:
         else:
             steps.append(Step("add", "tensor"))
             tensor = view
-    return Product(
-        View.of_operand(region.a, sizes), View.of_operand(region.b, sizes),
-        View((batch, m, n), (m * n, n, 1), region.node.dtype), tuple(steps), tuple(rows), tensor,
-    )  # fmt: skip
+    result = View((batch, m, n), (m * n, n, 1), region.node.dtype)
+    made = Product(View.of_operand(region.a, sizes), View.of_operand(region.b, sizes), result,
+                   tuple(steps), tuple(rows), tensor)  # fmt: skip
+    planned = region.tail
+    if planned is None:
+        return made
+    tail = Tail(body, len(planned.ins), len(planned.outs), len(planned.sums))
+    ins = tuple(View.of_operand(o, sizes) for _, o in planned.ins)
+    outs = tuple(View.of_operand(o, sizes) for _, o in planned.outs)
+    return replace(made, c=outs[0], tail=tail, ins=ins, outs=outs)
 
 
 @dataclass(frozen=True)
@@ -165,6 +178,8 @@ class Layouts:
     b: MapLayout
     c: MapLayout
     tensor: MapLayout | None
+    ins: tuple[MapLayout, ...] = ()
+    outs: tuple[MapLayout, ...] = ()
 
 
 def refused(product: Product, arch: str) -> str | None:
@@ -197,7 +212,18 @@ def refused(product: Product, arch: str) -> str | None:
             return reason
     if tensor is not None and (tensor.dtype not in HALVES or tensor.shape != c.shape):
         return f"a tensor operand is bfloat16 or float16 in the result's shape, not {tensor}"
-    return None
+    return _refused_tail(product) if product.tail else None
+
+
+def _refused_tail(product: Product) -> str | None:
+    tail, c = product.tail, product.c
+    assert tail is not None
+    if (len(product.ins), len(product.outs)) != (tail.ins, tail.outs) or product.tensor:
+        return "the tail's tensors do not match its code"
+    for view in (*product.ins, *product.outs):
+        if view.dtype != c.dtype or view.shape != c.shape:
+            return f"the tail's tensors have the result's dtype and shape, not {view}"
+    return refused_tail(tail)
 
 
 def _refused_row(row: View, batch: int, n: int) -> str | None:
@@ -228,7 +254,9 @@ def layouts_of(product: Product) -> Layouts | str:
     b = _operand_layout(product.b, 1, "the right operand")
     c = map_layout(product.c, 2, "the result")
     tensor = map_layout(product.tensor, 2, "the tensor operand") if product.tensor else None
-    for found in (a, b, c, tensor):
+    ins = [map_layout(v, 2, "an operand of the tail") for v in product.ins]
+    outs = [map_layout(v, 2, "a result of the tail") for v in product.outs]
+    for found in (a, b, c, tensor, *ins, *outs):
         if isinstance(found, str):
             return found
-    return Layouts(a[0], b[0], a[1], b[1], c, tensor)  # type: ignore[arg-type]
+    return Layouts(a[0], b[0], a[1], b[1], c, tensor, tuple(ins), tuple(outs))  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import torch
 
 from megafuse.errors import CaptureError, InputError, MegafuseError, UnsupportedError
 from megafuse.fusion.describe import lines_of
-from megafuse.fusion.plan import Merge, RowRegion
+from megafuse.fusion.plan import MatmulRegion, Merge, RowRegion
 from megafuse.fusion.summary import Direction
 from megafuse.tools.candidate import Candidate, Progress
 from megafuse.tools.check import check_cases
@@ -170,8 +170,7 @@ def _merges(plan: Plan) -> list[tuple[Direction, Merge]]:
 
 def _same(a: Sequence[tuple[Direction, Merge]], b: Sequence[tuple[Direction, Merge]]) -> bool:
     def names(merges: Sequence[tuple[Direction, Merge]]) -> list[list[str]]:
-        return [[r.node.name for side in (m.first, m.second) for r in side.roots]
-                for _, m in merges]  # fmt: skip
+        return [[n for side in (m.first, m.second) for n in _names(side)] for _, m in merges]
 
     return names(a) == names(b)
 
@@ -190,9 +189,7 @@ def _report(finding: Finding) -> list[str]:
     merge = finding.merge
     if merge is None:
         return [*lines, "  with which the planner itself fails"]
-    rule = "group" if len(merge.result.stages) > max(
-        len(merge.first.stages), len(merge.second.stages)) else "same_rows"  # fmt: skip
-    lines.append(f"  by the rule fusion/rules/{rule}.py, which joined")
+    lines.append(f"  by the rule {_rule(merge)}, which joined")
     lines += [*_side(merge.first, finding.direction), "  with"]
     lines += _side(merge.second, finding.direction)
     if not finding.clean:
@@ -201,7 +198,24 @@ def _report(finding: Finding) -> list[str]:
     return [*lines, "", f"MEGAFUSE_FUEL={good} passes, MEGAFUSE_FUEL={finding.bad} fails."]
 
 
-def _side(region: RowRegion, direction: Direction) -> list[str]:
+def _rule(merge: Merge) -> str:
+    """The file of the rule that joined two regions."""
+    first, result = merge.first, merge.result
+    if isinstance(first, MatmulRegion) or isinstance(result, MatmulRegion):
+        return "fusion/tails.py"
+    more = len(result.stages) > max(len(first.stages), len(merge.second.stages))
+    return f"fusion/rules/{'group' if more else 'same_rows'}.py"
+
+
+def _names(region: RowRegion | MatmulRegion) -> list[str]:
+    if isinstance(region, MatmulRegion):
+        return [region.node.name]
+    return [r.node.name for r in region.roots]
+
+
+def _side(region: RowRegion | MatmulRegion, direction: Direction) -> list[str]:
     lines = [f"    {line}: {', '.join(line.ops)}" for line in lines_of(region, direction)]
+    if isinstance(region, MatmulRegion):
+        return [*lines, f"    results: {region.node.name} (product)"]
     results = ", ".join(f"{r.node.name} ({r.kind})" for r in region.roots)
     return [*lines, f"    results: {results}"]

@@ -30,12 +30,14 @@ struct Shared {
   static constexpr int a_bytes = tile_m * 128, b_bytes = tile_n * 128;
   static constexpr int stage_bytes = a_bytes + b_bytes;
   static constexpr int chunks = S::width / CHUNK;          // 64-column pieces of a consumer's tile
-  static constexpr int slots = chunks < 2 ? chunks : 2;    // of them in staging at a time
+  static constexpr int places = S::places;                 // of them in staging at a time
+  static constexpr int depth = S::depth;                   // tensors of a place
   static constexpr int row_bytes = tile_n * int(sizeof(typename S::Row));
   static constexpr int staging_at = S::stages * stage_bytes;
-  static constexpr int rows_at = staging_at + CONSUMERS * slots * CHUNK_BYTES;
-  static constexpr int barriers_at = rows_at + S::rows * row_bytes;
-  static constexpr int barriers = 2 * S::stages + 2 * CONSUMERS * slots + 2;
+  static constexpr int rows_at = staging_at + CONSUMERS * places * depth * CHUNK_BYTES;
+  static constexpr int sums_at = rows_at + S::rows * row_bytes;
+  static constexpr int barriers_at = sums_at + CONSUMERS * places * S::sums * 16 * CHUNK;
+  static constexpr int barriers = 2 * S::stages + 2 * CONSUMERS * places + 2;
   static constexpr int bytes = barriers_at + 8 * barriers;
   static_assert(S::split_m * S::split_n == CONSUMERS, "one product a consumer");
   static_assert(S::width % CHUNK == 0 && S::width <= 256, "a wgmma has at most 256 columns");
@@ -44,18 +46,19 @@ struct Shared {
 
   MF_FN u32 a(int stage) const { return base + stage * stage_bytes; }
   MF_FN u32 b(int stage) const { return a(stage) + a_bytes; }
-  MF_FN u32 slot(int group, int s) const {
-    return base + staging_at + (group * slots + s) * CHUNK_BYTES;
+  MF_FN u32 slot(int group, int place, int i = 0) const {
+    return base + staging_at + ((group * places + place) * depth + i) * CHUNK_BYTES;
   }
   MF_FN u32 row(int i) const { return base + rows_at + i * row_bytes; }
+  MF_FN u32 sums() const { return base + sums_at; }  // float32, a row of a chunk for every warp
 
   MF_FN u32 barrier(int i) const { return base + barriers_at + 8 * i; }
   MF_FN u32 full(int stage) const { return barrier(stage); }
   MF_FN u32 empty(int stage) const { return barrier(S::stages + stage); }
-  // A slot belongs to the consumer or to its mover; these hand it over.
-  MF_FN u32 to_mover(int group, int s) const { return barrier(2 * S::stages + group * slots + s); }
-  MF_FN u32 to_consumer(int group, int s) const {
-    return barrier(2 * S::stages + (CONSUMERS + group) * slots + s);
+  // A place belongs to the consumer or to its mover; these hand it over.
+  MF_FN u32 to_mover(int group, int p) const { return barrier(2 * S::stages + group * places + p); }
+  MF_FN u32 to_consumer(int group, int p) const {
+    return barrier(2 * S::stages + (CONSUMERS + group) * places + p);
   }
   MF_FN u32 rows_full() const { return barrier(barriers - 2); }
   MF_FN u32 rows_empty() const { return barrier(barriers - 1); }
@@ -66,9 +69,9 @@ struct Shared {
       ptx::barrier_init(empty(s), CONSUMER_WARPS);
     }
     MF_UNROLL for (int g = 0; g < CONSUMERS; ++g)
-    MF_UNROLL for (int s = 0; s < slots; ++s) {
-      ptx::barrier_init(to_mover(g, s), 4);
-      ptx::barrier_init(to_consumer(g, s), 1);
+    MF_UNROLL for (int p = 0; p < places; ++p) {
+      ptx::barrier_init(to_mover(g, p), 4);
+      ptx::barrier_init(to_consumer(g, p), 1);
     }
     ptx::barrier_init(rows_full(), 1);
     ptx::barrier_init(rows_empty(), CONSUMER_WARPS);

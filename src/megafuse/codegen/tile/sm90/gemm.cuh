@@ -10,6 +10,9 @@
 // The same registers then receive, in the middle of the next tile, the tensor operand of its own
 // epilogue (a residual), so that neither direction is waited for.
 //
+// A tail (S::tail, tail.cuh) takes the place of plain staging: more pointwise work on the finished tile,
+// with tensors of its own, under the products of the next one.
+//
 // Where k is split (S::split) a tile is one split's share of one tile of C. Its accumulator goes
 // straight to memory in float32, past staging and epilogue; finish.cuh does the rest.
 
@@ -77,22 +80,22 @@ MF_FN void serve_staging(const Args& args, const Shared<S>& shared, int group) {
     ptx::jitter(3);
   };
   const auto give_back = [&](int j) {
-    if (!S::tensor || j + Sh::slots < Sh::chunks) ptx::arrive(shared.to_consumer(group, j % Sh::slots));
+    if (!S::tensor || j + Sh::places < Sh::chunks) ptx::arrive(shared.to_consumer(group, j % Sh::places));
   };
   MF_TILES(q, args) {
     const Tile tile = tile_at<S>(args, q);
     const int row = first_row<S>(tile, group), column = first_column<S>(tile, group);
     if constexpr (S::tensor) {
       MF_UNROLL for (int j = 0; j < Sh::chunks; ++j) {
-        const int s = j % Sh::slots;
-        if (j >= Sh::slots) receive(s);
+        const int s = j % Sh::places;
+        if (j >= Sh::places) receive(s);
         ptx::arrive_expecting(shared.to_consumer(group, s), CHUNK_BYTES);
         ptx::load_box(shared.slot(group, s), &args.tensor, shared.to_consumer(group, s),
                       column + j * CHUNK, row, tile.batch * args.tensor_step);
       }
     }
     MF_UNROLL for (int j = 0; j < Sh::chunks; ++j) {
-      const int s = j % Sh::slots;
+      const int s = j % Sh::places;
       receive(s);
       if (row < args.m && column + j * CHUNK < args.n)
         ptx::store_box(&args.c, shared.slot(group, s), column + j * CHUNK, row, tile.batch);
@@ -141,8 +144,8 @@ struct Staging {
   }
 
   MF_FN void put(const u32 (&words)[S::width / 4], int j) {
-    const int s = j % Sh::slots;
-    if (!S::tensor || j >= Sh::slots) receive(s);
+    const int s = j % Sh::places;
+    if (!S::tensor || j >= Sh::places) receive(s);
     MF_UNROLL for (int i = 0; i < 4; ++i) {
       const u32* w = words + 16 * j + 4 * i;
       ptx::store_matrices(block(s, i), w[0], w[1], w[2], w[3]);
@@ -150,13 +153,13 @@ struct Staging {
     hand_over(s);
   }
   MF_FN void fetch(u32 (&words)[S::width / 4], int j) {
-    const int s = j % Sh::slots;
+    const int s = j % Sh::places;
     receive(s);
     MF_UNROLL for (int i = 0; i < 4; ++i) {
       u32* w = words + 16 * j + 4 * i;
       ptx::load_matrices(block(s, i), w[0], w[1], w[2], w[3]);
     }
-    if (j + Sh::slots < Sh::chunks) hand_over(s);
+    if (j + Sh::places < Sh::chunks) hand_over(s);
   }
 };
 
@@ -211,8 +214,14 @@ MF_FN void store_sums(const Args& args, const float (&acc)[S::width / 2], const 
 // the previous tile has left the slots; and the blocks between its two halves.
 constexpr int FETCH_AT = 8, FETCH_EVERY = 4;
 
+template <bool FIRST, class A, class B>
+struct Either { using type = A; };
+template <class A, class B>
+struct Either<false, A, B> { using type = B; };
+
+// each: pieces of the tail that go with a k-block.
 template <class S>
-MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
+MF_FN void consume(const Args& args, int each, const Shared<S>& shared, int group) {
   using A = Operand<S::a_k_major>;
   using B = Operand<S::b_k_major>;
   constexpr int chunks = Shared<S>::chunks, pairs = (chunks + 1) / 2;
@@ -222,7 +231,7 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
 
   float acc[S::width / 2];
   u32 words[S::width / 4];
-  Staging<S> staging(shared, group);
+  typename Either<S::tail, Tail<S>, Staging<S>>::type staging(shared, group);
   Ring<S::stages> ring;
   bool pending = false;  // words hold a finished tile that has not left yet
   u32 row_phase = 0;
@@ -240,13 +249,18 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
         S::mma(acc, a + k * (A::step >> 4), b + k * (B::step >> 4), (block | k) != 0);
       ptx::mma_commit();
       // Under these products: the previous tile leaves, then this tile's operand arrives.
-      MF_UNROLL for (int p = 0; p < pairs; ++p) {
-        if (pending && block == p) {
-          MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.put(words, j);
-        }
-        if constexpr (S::tensor) {
-          if (block == FETCH_AT + p * FETCH_EVERY) {
-            MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.fetch(words, j);
+      if constexpr (S::tail) {
+        staging.advance(words, each * (block + 1), false);
+      } else {
+        MF_UNROLL for (int p = 0; p < pairs; ++p) {
+          if (pending && block == p) {
+            MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.put(words, j);
+          }
+          if constexpr (S::tensor) {
+            if (block == FETCH_AT + p * FETCH_EVERY) {
+              MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j)
+                staging.fetch(words, j);
+            }
           }
         }
       }
@@ -265,9 +279,13 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
       store_sums<S>(args, acc, tile, group);
     } else {
       // What a short product left no k-blocks for.
-      MF_UNROLL for (int p = 0; p < pairs; ++p) {
-        if (pending && tile.blocks <= p) {
-          MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.put(words, j);
+      if constexpr (S::tail) {
+        staging.advance(words, S::width / 16, true);
+      } else {
+        MF_UNROLL for (int p = 0; p < pairs; ++p) {
+          if (pending && tile.blocks <= p) {
+            MF_UNROLL for (int j = 2 * p; j < 2 * p + 2 && j < chunks; ++j) staging.put(words, j);
+          }
         }
       }
       if constexpr (S::tensor) {
@@ -287,17 +305,27 @@ MF_FN void consume(const Args& args, const Shared<S>& shared, int group) {
         if (leader) ptx::arrive(shared.rows_empty());
       }
       pending = true;
+      if constexpr (S::tail) staging.begin(args, q);
     }
   }
-  if (pending) {
+  if constexpr (S::tail) {
+    staging.advance(words, S::width / 16, true);
+  } else if (pending) {
     MF_UNROLL for (int j = 0; j < chunks; ++j) staging.put(words, j);
   }
 }
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
-template <class S>
-MF_FN void gemm(const Args& args) {
+MF_FN const Args& base_of(const Args& args) { return args; }
+MF_FN const Args& base_of(const TailArgs& args) { return args.base; }
+MF_FN int pieces_of(const Args&) { return 0; }
+MF_FN int pieces_of(const TailArgs& args) { return args.pieces; }
+
+// A: Args, or TailArgs where S has a tail.
+template <class S, class A>
+MF_FN void gemm(const A& all) {
+  const Args& args = base_of(all);
   extern __shared__ unsigned char dynamic[];
   static_assert(Shared<S>::bytes + 1023 <= S::shared_bytes, "what the launch asks for");
   const Shared<S> shared{(ptx::shared_address(dynamic) + 1023u) & ~1023u};
@@ -307,18 +335,20 @@ MF_FN void gemm(const Args& args) {
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (warpgroup == 0) {
     ptx::give_registers<MOVER_REGISTERS>();
-    if (threadIdx.x % 32 == 0) {
+    if (S::tail && warp >= 2) {
+      if constexpr (S::tail) serve_tail<S>(all, shared, warp - 2);
+    } else if (threadIdx.x % 32 == 0) {
       if (warp == 0) {
         load_operands<S>(args, shared);
       } else if (warp == 1) {
         load_rows<S>(args, shared);
-      } else if constexpr (!S::split) {
+      } else if constexpr (!S::split && !S::tail) {
         serve_staging<S>(args, shared, warp - 2);
       }
     }
   } else {
     ptx::take_registers<CONSUMER_REGISTERS>();
-    consume<S>(args, shared, warpgroup - 1);
+    consume<S>(args, pieces_of(all), shared, warpgroup - 1);
   }
 }
 

@@ -51,6 +51,16 @@ MF_FN bool has_passed(u32 barrier, u32 parity) {
       : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
   return done != 0;
 }
+// The same, without suspending the thread for a while.
+MF_FN bool has_passed_now(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+  return done != 0;
+}
 // Until the phase of this parity is complete. A fresh barrier counts its phase of parity 1 as done.
 MF_FN void wait(u32 barrier, u32 parity) {
 #ifdef MF_DEBUG
@@ -117,6 +127,13 @@ MF_FN void mma_settled(float (&acc)[N]) {
   MF_UNROLL for (int i = 0; i < N; ++i) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
+// threadIdx.x, read where it is asked for and not kept in a register.
+MF_FN u32 thread() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- registers and shared memory ----------------------------------------------------------------
 
 template <int N>
@@ -134,6 +151,15 @@ MF_FN void load_matrices(u32 from, u32& a, u32& b, u32& c, u32& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from) : "memory");
 }
+// Two matrices, rows 0 to 7 and 8 to 15 of 8 columns: lanes 0 to 15 give the addresses.
+MF_FN void store_matrices(u32 to, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};"
+               ::"r"(to), "r"(a), "r"(b) : "memory");
+}
+MF_FN void load_matrices(u32 from, u32& a, u32& b) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(a), "=r"(b) : "r"(from) : "memory");
+}
 // 16 bytes of global memory that are read once; zero, and no access, where they are not wanted. One
 // predicate and no branch, so that many can be on their way.
 MF_FN void load_if(u32 (&w)[4], const void* from, bool wanted) {
@@ -142,6 +168,9 @@ MF_FN void load_if(u32 (&w)[4], const void* from, bool wanted) {
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
       "@p ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&r"(w[0]), "=&r"(w[1]), "=&r"(w[2]), "=&r"(w[3]) : "l"(from), "r"(int(wanted)));
+}
+MF_FN void store_word(u32 to, u32 word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
 }
 template <int WORDS>
 MF_FN void load_words(u32 from, u32 (&w)[WORDS]) {
