@@ -83,6 +83,7 @@ def test_bias_gradients_are_column_sums_of_the_tail() -> None:
     (region,) = tails(plan.backward)
     assert region.tail is not None
     assert [r.kind for r in region.tail.sums] == ["column"] and not region.tail.each
+    assert len(region.tail.ins) == 1, "the sum is over what the tail makes, not over what it reads"
 
 
 def test_batches_keep_their_own_sums() -> None:

@@ -45,6 +45,7 @@ inline void meet_warp() { meet(warps[self->number / 32], 32); }
 }  // namespace emulated
 
 inline void __syncwarp() { emulated::meet_warp(); }
+inline void __trap() { emulated::fail("a trap"); }
 inline int __all_sync(unsigned, int mine) {
   const unsigned warp = emulated::self->number / 32;
   emulated::posted[warp][emulated::self->number % 32] = mine != 0;
@@ -65,7 +66,7 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 struct Described { u64 base, extents[3], strides[2], box[2]; };
 
 namespace ptx {
-constexpr u32 SHARED_START = 1040;  // not where the swizzle wants it
+constexpr u32 SHARED_START = 1024;
 inline u32 shared_address(const void* p) {
   return u32((const unsigned char*)p - emulated::shared_memory) + SHARED_START;
 }

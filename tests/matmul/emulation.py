@@ -38,7 +38,7 @@ def host_source(kernel: MatmulKernel) -> str:
     )
     assert found == 1
     code = code.replace(
-        "extern __shared__ unsigned char dynamic[];",
+        "extern __shared__ __align__(1024) unsigned char dynamic[];",
         "unsigned char* dynamic = emulated::shared_memory;",
     )
     parameter = "TailArgs" if kernel.spec.tail else "Args"

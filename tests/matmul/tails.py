@@ -85,8 +85,8 @@ def make_tail(name: str, size: tuple[int, int, int, int], **how: Any) -> TailCas
     ins = []
     for _ in range(tail.ins):
         values = room()[:, :m, :n]
-        signs = torch.randn(batch, m, n, generator=generator, device=device).sign()
-        values.copy_(signs * (1 + torch.rand(batch, m, n, generator=generator, device=device)))
+        x = torch.rand(batch, m, n, generator=generator, device=device) * 4 - 2
+        values.copy_(x + torch.where(x < 0, -0.5, 0.5))  # never 0
         ins.append(values)
     rooms = [room() for _ in range(tail.outs)]
     outs = [r[:, :m, :n] for r in rooms]

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Literal
 
 _SHARED_LIMIT = 227 * 1024
-_ALIGNMENT = 1023  # lost when the dynamic shared memory does not start at a multiple of 1024
 _BLOCK_K, _CHUNK_BYTES, _MOST_STAGES = 64, 8192, 8
 
 
@@ -62,7 +61,7 @@ class TileConfig:
     def fixed_bytes(self, row_bytes: int, stages: int, staging: Staging) -> int:
         """Shared memory beside the pipeline stages; row_bytes: of one column's row operands."""
         barriers = 2 * stages + 4 * staging.places + 2
-        return staging.nbytes + row_bytes * self.n + 8 * barriers + _ALIGNMENT
+        return staging.nbytes + row_bytes * self.n + 8 * barriers
 
     def stages(self, row_bytes: int, staging: Staging | None = None) -> int:
         """The deepest pipeline that fits."""

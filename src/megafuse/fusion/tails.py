@@ -97,7 +97,12 @@ def _tail(before: MatmulRegion, region: RowRegion, buffers: set[Node], needed: b
         raise Mismatch("the product's kernel already adds a tensor of its own accord")
     if node.dtype.itemsize != 2:
         raise Mismatch("the kernel keeps a product of 16 bits an element")
-    reads = {(r.node, r.coords): r for root in stage.roots for r in root.reads}
+    # What is written and read in this very walk is at hand.
+    made = {(root.target, root.where) for root in stage.roots if root.kind == "store"}
+    reads = {(r.node, r.coords): r for root in stage.roots for r in root.reads
+             if (r.node, r.coords) not in made}  # fmt: skip
+    if any(n in region.writes() for n, _ in reads):
+        raise Mismatch("it reads what it writes itself elsewhere")
     own = [coords for n, coords in reads if n is node]
     if len(own) != 1:
         raise Mismatch("the product is read at several places at once")

@@ -117,10 +117,12 @@ class RowCall:
         """The kernels' parameters, without addresses: of partial sums, bytes into the workspace."""
         self.buffers: list[tuple[int, Node]] = []
         self.partials: list[int] = []
+        sums = {root.target for root in region.roots if root.kind == "column"}
         for i, arg in enumerate(kernel.args):
             if arg.kind == "buffer":
                 assert arg.node is not None
-                self.buffers.append((i, arg.node))
+                if not parts or arg.node in sums:  # the second step knows no others
+                    self.buffers.append((i, arg.node))
                 self.args.append(0)
             elif arg.kind == "partial":
                 self.partials.append(i)

@@ -326,10 +326,13 @@ MF_FN int pieces_of(const TailArgs& args) { return args.pieces; }
 template <class S, class A>
 MF_FN void gemm(const A& all) {
   const Args& args = base_of(all);
-  extern __shared__ unsigned char dynamic[];
-  static_assert(Shared<S>::bytes + 1023 <= S::shared_bytes, "what the launch asks for");
-  const Shared<S> shared{(ptx::shared_address(dynamic) + 1023u) & ~1023u};
-  if (threadIdx.x == 0) shared.init();
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  static_assert(Shared<S>::bytes <= S::shared_bytes, "what the launch asks for");
+  const Shared<S> shared{ptx::shared_address(dynamic)};
+  if (threadIdx.x == 0) {
+    if (shared.base % 1024 != 0) __trap();
+    shared.init();
+  }
   __syncthreads();
 
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
