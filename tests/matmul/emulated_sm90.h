@@ -36,7 +36,10 @@ inline void drain(Queue& q, size_t left) {
     q.groups.erase(q.groups.begin());
   }
 }
-inline unsigned swizzled(unsigned at) { return at ^ (at >> 7 & 7u) << 4; }
+// Of boxes with rows of 128 or 64 bytes.
+inline unsigned swizzled(unsigned at, unsigned row = 128) {
+  return at ^ (at >> 7 & (row / 16 - 1)) << 4;
+}
 
 // Meets the lanes of this warp; `value` of each lane is then readable.
 inline std::map<unsigned, Meeting> warps;
@@ -133,7 +136,8 @@ void each_element(const TensorMap* map, u32 at, int x, int y, int z, F f) {
     for (u64 c = 0; c < d.box[0]; ++c) {
       const bool inside = x + c < d.extents[0] && y + r < d.extents[1];
       char* element = (char*)d.base + (x + c) * 2 + (y + r) * d.strides[0] + z * d.strides[1];
-      f(place(emulated::swizzled(at + r * 128 + c * 2)), inside ? element : nullptr);
+      const unsigned row = d.box[0] * 2;
+      f(place(emulated::swizzled(at + r * row + c * 2, row)), inside ? element : nullptr);
     }
 }
 inline void landed(u32 barrier, u32 bytes) {

@@ -84,7 +84,7 @@ def run_tail(
         struct.pack_into("=q", args, place.at, tensor.data_ptr())
         if place.encoder is not None:
             layout = maps[i]
-            described = [*layout.extents, *layout.strides, *layout.box(heights[i])[:2]]
+            described = [*layout.extents, *layout.strides, 64 if i < 2 else 32, heights[i]]
             struct.pack_into("=7q", args, place.at + 8, *described)
     words = struct.unpack(f"={len(args) // 8}q", args)
     module.launch("emulate", [blocks, seed, *words])
@@ -118,7 +118,7 @@ def run(
         if layout is None or data is None:
             words += [0] * 16
             continue
-        described = [data.data_ptr(), *layout.extents, *layout.strides, *layout.box(height)[:2]]
+        described = [data.data_ptr(), *layout.extents, *layout.strides, 64, height]
         words += described + [0] * (16 - len(described))
     numbers = struct.unpack("=5q", struct.pack("=10i", *integers(product, cut, layouts)))
     if kernel.finish is None:

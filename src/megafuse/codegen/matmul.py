@@ -62,8 +62,8 @@ class Tail:
 
     @property
     def depth(self) -> int:
-        """Results leave from where the operands and the product's own words lie."""
-        return max(self.ins + 1, self.outs)
+        """Results leave from where operands came in."""
+        return max(self.ins, self.outs)
 
 
 @dataclass(frozen=True)

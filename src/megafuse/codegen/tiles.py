@@ -11,22 +11,24 @@ from functools import cache
 from typing import Literal
 
 _SHARED_LIMIT = 227 * 1024
-_BLOCK_K, _CHUNK_BYTES, _MOST_STAGES = 64, 8192, 8
+_BLOCK_K, _MOST_STAGES = 64, 8
 
 
 @dataclass(frozen=True)
 class Staging:
-    """What a consumer's chunks of 64 columns pass through on their way in and out: `places` of
-    them, `depth` tensors deep, with room for `sums` column sums each."""
+    """What a consumer's chunks pass through on their way in and out: `places` of them, `depth`
+    tensors deep, 64 rows of `columns` each, with room for `sums` column sums."""
 
     places: int
     depth: int = 1
     sums: int = 0
+    columns: int = 64
 
     @property
     def nbytes(self) -> int:
         """Of both consumers; a column sum has a float of every warp and column."""
-        return 2 * self.places * (self.depth * _CHUNK_BYTES + self.sums * 4 * 64 * 4)
+        chunk = self.depth * 64 * self.columns * 2
+        return 2 * self.places * (chunk + self.sums * 4 * self.columns * 4)
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,8 @@ class TileConfig:
         return (self.m + self.n) * 2 * _BLOCK_K
 
     def staging(self, depth: int = 0, sums: int = 0) -> Staging:
-        """depth, sums: of a tail; a plain result has two places where it has two chunks. A tail
-        has two where they leave the pipeline its four stages."""
-        if depth == 0:
-            return Staging(min(2, self.width // 64))
-        two = Staging(2, depth, sums)
-        return two if self.stages(0, two) >= 4 else Staging(1, depth, sums)
+        """depth, sums: of a tail; a plain result has two places where it has two chunks."""
+        return Staging(2, depth, sums, 32) if depth else Staging(min(2, self.width // 64))
 
     def fixed_bytes(self, row_bytes: int, stages: int, staging: Staging) -> int:
         """Shared memory beside the pipeline stages; row_bytes: of one column's row operands."""

@@ -112,7 +112,7 @@ _STEPS = struct.Struct(f"={MAX_INS}i")  # and the pieces of a tile that go with 
 _TAIL_BYTES = -(-(_SUMS_AT + 8 * MAX_SUMS + _STEPS.size) // 64) * 64
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
+_SWIZZLE, _PROMOTE_256B = {64: 2, 128: 3}, 3
 
 
 class _Call(Prepared):
@@ -319,7 +319,10 @@ def places(product: Product, layouts: Layouts, spec: MatmulSpec) -> list[Place |
     tile, tail = spec.tile, spec.tail
 
     def mapped(at: int, view: View, layout: MapLayout, rows: int = 64) -> Place:
-        return Place(at, view.start, _encoder(layout, rows))
+        return Place(at, view.start, _encoder(layout, rows, 64))
+
+    def staged(at: int, view: View, layout: MapLayout) -> Place:
+        return Place(at, view.start, _encoder(layout, 64, spec.staging.columns))
 
     a_rows = tile.m if layouts.a_major == "k" else 64
     b_rows = tile.n if layouts.b_major == "k" else 64
@@ -336,8 +339,8 @@ def places(product: Product, layouts: Layouts, spec: MatmulSpec) -> list[Place |
         return [a, b, mapped(c_at, product.c, layouts.c), tensor, *rows]
     outs_at = [c_at, *range(_OUTS_AT, _SUMS_AT, _MAP_BYTES)]
     ins_at = [tensor_at, *range(_ARGS_BYTES, _OUTS_AT, _MAP_BYTES)]
-    outs = map(mapped, outs_at, product.outs, layouts.outs)
-    ins = map(mapped, ins_at, product.ins, layouts.ins)
+    outs = map(staged, outs_at, product.outs, layouts.outs)
+    ins = map(staged, ins_at, product.ins, layouts.ins)
     apart = partials(product) * product.n * 4
     column_sums = [Place(_SUMS_AT + 8 * i, i * apart) for i in range(tail.sums)]
     return [a, b, *outs, *ins, *rows, *column_sums]
@@ -361,15 +364,17 @@ def integers(product: Product, cut: Cut, layouts: Layouts) -> tuple[int, ...]:
     return product.m, product.n, m_tiles, n_tiles, pieces, k_blocks(product.k), *steps, cut.splits
 
 
-def _encoder(layout: MapLayout, rows: int) -> Encoder:
+def _encoder(layout: MapLayout, rows: int, columns: int) -> Encoder:
+    """For boxes of `rows` x `columns`, whose rows are swizzled over their whole length."""
     extents = (ctypes.c_uint64 * 3)(*layout.extents)
     strides = (ctypes.c_uint64 * 2)(*layout.strides)
-    box, ones = (ctypes.c_uint32 * 3)(*layout.box(rows)), (ctypes.c_uint32 * 3)(1, 1, 1)
+    box, ones = (ctypes.c_uint32 * 3)(columns, rows, 1), (ctypes.c_uint32 * 3)(1, 1, 1)
+    swizzle = _SWIZZLE[2 * columns]
 
     def encode(at: int, where: int) -> int:
         status: int = _entry_points().encode(
             at, _MAP_TYPE[layout.dtype], 3, where, extents, strides, box, ones,
-            0, _SWIZZLE_128B, _PROMOTE_256B, 0,
+            0, swizzle, _PROMOTE_256B, 0,
         )  # fmt: skip
         return status
 

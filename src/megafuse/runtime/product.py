@@ -113,10 +113,6 @@ class MapLayout:
     strides: tuple[int, int]
     step: int
 
-    def box(self, rows: int) -> tuple[int, int, int]:
-        """64 elements, one swizzled row of 128 bytes, times `rows`."""
-        return 64, rows, 1
-
 
 _MOST_EXTENT, _MOST_STRIDE, ALIGNMENT = 1 << 31, 1 << 40, 16
 

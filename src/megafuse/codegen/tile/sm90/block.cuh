@@ -29,14 +29,16 @@ struct Shared {
   static constexpr int tile_m = ROWS * S::split_m, tile_n = S::width * S::split_n;
   static constexpr int a_bytes = tile_m * 128, b_bytes = tile_n * 128;
   static constexpr int stage_bytes = a_bytes + b_bytes;
-  static constexpr int chunks = S::width / CHUNK;          // 64-column pieces of a consumer's tile
+  static constexpr int chunk = S::tail ? TAIL_CHUNK : CHUNK;  // columns that move together
+  static constexpr int chunk_bytes = S::tail ? TAIL_CHUNK_BYTES : CHUNK_BYTES;
+  static constexpr int chunks = S::width / chunk;          // of a consumer's tile
   static constexpr int places = S::places;                 // of them in staging at a time
   static constexpr int depth = S::depth;                   // tensors of a place
   static constexpr int row_bytes = tile_n * int(sizeof(typename S::Row));
   static constexpr int staging_at = S::stages * stage_bytes;
-  static constexpr int rows_at = staging_at + CONSUMERS * places * depth * CHUNK_BYTES;
+  static constexpr int rows_at = staging_at + CONSUMERS * places * depth * chunk_bytes;
   static constexpr int sums_at = rows_at + S::rows * row_bytes;
-  static constexpr int barriers_at = sums_at + CONSUMERS * places * S::sums * 16 * CHUNK;
+  static constexpr int barriers_at = sums_at + CONSUMERS * places * S::sums * 16 * TAIL_CHUNK;
   static constexpr int barriers = 2 * S::stages + 2 * CONSUMERS * places + 2;
   static constexpr int bytes = barriers_at + 8 * barriers;
   static_assert(S::split_m * S::split_n == CONSUMERS, "one product a consumer");
@@ -47,7 +49,7 @@ struct Shared {
   MF_FN u32 a(int stage) const { return base + stage * stage_bytes; }
   MF_FN u32 b(int stage) const { return a(stage) + a_bytes; }
   MF_FN u32 slot(int group, int place, int i = 0) const {
-    return base + staging_at + ((group * places + place) * depth + i) * CHUNK_BYTES;
+    return base + staging_at + ((group * places + place) * depth + i) * chunk_bytes;
   }
   MF_FN u32 row(int i) const { return base + rows_at + i * row_bytes; }
   MF_FN u32 sums() const { return base + sums_at; }  // float32, a row of a chunk for every warp

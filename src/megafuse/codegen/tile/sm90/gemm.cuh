@@ -250,7 +250,8 @@ MF_FN void consume(const Args& args, int each, const Shared<S>& shared, int grou
       ptx::mma_commit();
       // Under these products: the previous tile leaves, then this tile's operand arrives.
       if constexpr (S::tail) {
-        staging.advance(words, each * (block + 1), false);
+        // What was late may catch up, but not so fast that the tensor cores run dry.
+        staging.advance(words, min(each * (block + 1), staging.piece() + 2 * each), false);
       } else {
         MF_UNROLL for (int p = 0; p < pairs; ++p) {
           if (pending && block == p) {

@@ -1,10 +1,11 @@
 // What follows a product inside its kernel where it reads and writes whole tensors: "the tail".
 //
 // A finished tile waits in registers, rounded and packed as it would lie in memory, and is worked off
-// under the products of the next tile. A chunk of 64 columns has a place in staging, `depth` tensors
-// deep: the operands come in, the tile's own words join them behind, and the results leave from the
-// same bytes. A place belongs to the mover or to the consumer, and barriers hand it over. A piece is
-// 16 columns; all of a chunk are read from staging, so that one copy of the code does for every piece.
+// under the products of the next tile, a piece of 16 columns at a time. A chunk of 32 columns has a
+// place in staging, `depth` tensors deep: the operands come in, and the results leave from the same
+// bytes. A place belongs to the mover or to the consumer, and barriers hand it over. Chunks are half
+// as wide as those of a plain result: two places then fit beside four pipeline stages, and while the
+// consumer is at one the mover turns the other round.
 //
 // Column sums: a warp adds up its 16 rows by shuffles, the mover adds up the four warps and writes one
 // float32 row for every 64 rows of C. Row regions' second step adds those up. All in a fixed order.
@@ -24,7 +25,7 @@ struct TailArgs {
   int pieces;  // of a finished tile that are worked off with each k-block of the next
 };
 
-constexpr int CHUNK_SUMS = 4 * CHUNK;  // floats: a row of sums of each warp
+constexpr int CHUNK_SUMS = 4 * TAIL_CHUNK;  // floats: a row of sums of each warp
 
 template <class S>
 MF_FN u32 sums_at(const Shared<S>& shared, int group, int place, int sum) {
@@ -44,10 +45,10 @@ MF_FN void serve_tail(const TailArgs& all, const Shared<S>& shared, int group) {
   const auto bring = [&](int c, int place) {
     const Tile tile = tile_at<S>(args, blockIdx.x + c / Sh::chunks * gridDim.x);
     const int row = first_row<S>(tile, group);
-    const int column = first_column<S>(tile, group) + c % Sh::chunks * CHUNK;
+    const int column = first_column<S>(tile, group) + c % Sh::chunks * TAIL_CHUNK;
     const u32 full = shared.to_consumer(group, place);
     ptx::jitter(3);
-    ptx::arrive_expecting(full, S::ins * CHUNK_BYTES);
+    ptx::arrive_expecting(full, S::ins * TAIL_CHUNK_BYTES);
     MF_UNROLL for (int i = 0; i < S::ins; ++i) {
       const int step = i == 0 ? args.tensor_step : all.in_step[i - 1];
       ptx::load_box(shared.slot(group, place, i), i == 0 ? &args.tensor : &all.in[i - 1], full,
@@ -62,7 +63,7 @@ MF_FN void serve_tail(const TailArgs& all, const Shared<S>& shared, int group) {
     const int place = ring.stage;
     const Tile tile = tile_at<S>(args, blockIdx.x + c / Sh::chunks * gridDim.x);
     const int row = first_row<S>(tile, group);
-    const int column = first_column<S>(tile, group) + c % Sh::chunks * CHUNK;
+    const int column = first_column<S>(tile, group) + c % Sh::chunks * TAIL_CHUNK;
     ptx::wait(shared.to_mover(group, place), ring.phase);
     ptx::jitter(5);
     if (lane == 0) {
@@ -73,19 +74,17 @@ MF_FN void serve_tail(const TailArgs& all, const Shared<S>& shared, int group) {
       }
       ptx::commit_stores();
     }
-    MF_UNROLL for (int s = 0; s < S::sums; ++s)
-    _Pragma("unroll 1") for (int half = 0; half < 2; ++half) {
-      const int at = lane + 32 * half;
-      const u32 from = sums_at(shared, group, place, s) + 4 * at;
+    MF_UNROLL for (int s = 0; s < S::sums; ++s) {
+      const u32 from = sums_at(shared, group, place, s) + 4 * lane;
       float total = 0.f;
       MF_UNROLL for (int warp = 0; warp < 4; ++warp) {
         u32 word[1];
-        ptx::load_words(from + 4 * CHUNK * warp, word);
+        ptx::load_words(from + 4 * TAIL_CHUNK * warp, word);
         total += __uint_as_float(word[0]);
       }
-      if (row < args.m && column + at < args.n) {
+      if (row < args.m && column + lane < args.n) {
         const i64 blocks = (args.m + ROWS - 1) / ROWS;
-        all.sums[s][(tile.batch * blocks + row / ROWS) * args.n + column + at] = total;
+        all.sums[s][(tile.batch * blocks + row / ROWS) * args.n + column + lane] = total;
       }
     }
     __syncwarp();
@@ -104,7 +103,7 @@ template <class S>
 struct Tail {
   using Sh = Shared<S>;
   using Word = typename S::Out;
-  static constexpr int PIECES = S::width / 16, IN_CHUNK = CHUNK / 16;
+  static constexpr int PIECES = S::width / 16, IN_CHUNK = TAIL_CHUNK / 16;
 
   const Sh& shared;
   int group;
@@ -114,6 +113,8 @@ struct Tail {
   int state = PIECES;
 
   MF_FN Tail(const Sh& s, int g) : shared(s), group(g) {}
+
+  MF_FN int piece() const { return state & 255; }
 
   // Tile `q` is finished; nothing of the one before may be left.
   MF_FN void begin(const Args& args, int q) {
@@ -129,8 +130,6 @@ struct Tail {
   MF_FN void advance(const u32 (&words)[S::width / 4], int target, bool all) {
     _Pragma("unroll 1") for (; piece() < target && piece() < PIECES; ++state) {
       const int i = piece() % IN_CHUNK;
-      const u32 lane = ptx::thread(), row = lane % 128 / 32 * 16 + lane % 16;
-      const u32 from = shared.slot(group, ring.stage) + row * 128 + (row % 8 << 4);
       if (i == 0) {
         const u32 full = shared.to_consumer(group, ring.stage);
         if (all) {
@@ -138,15 +137,10 @@ struct Tail {
         } else if (!__all_sync(~0u, ptx::has_passed_now(full, ring.phase))) {
           return;
         }
-        MF_UNROLL for (int j = 0; j < Sh::chunks; ++j) {
-          if (piece() == j * IN_CHUNK) {
-            MF_UNROLL for (int w = 0; w < 8; ++w)
-              ptx::store_matrices(at(from, S::ins, w), words[16 * j + 2 * w],
-                                  words[16 * j + 2 * w + 1]);
-          }
-        }
       }
-      one(from, i);
+      u32 x[4];
+      take<0, PIECES>(words, x);
+      one(x, i);
       if (i == IN_CHUNK - 1) {
         ptx::fence_async_shared();
         __syncwarp();
@@ -157,28 +151,38 @@ struct Tail {
   }
 
  private:
-  MF_FN int piece() const { return state & 255; }
-
-  // Where this lane addresses 8 columns of a chunk. `from`: of the first 8, in the first tensor.
-  MF_FN static u32 at(u32 from, int tensor, int columns) {
-    return (from ^ u32(columns) << 4) + tensor * CHUNK_BYTES;
+  // The words of the piece, which is one of FIRST to END - 1: registers have no addresses.
+  template <int FIRST, int END>
+  MF_FN void take(const u32 (&words)[S::width / 4], u32 (&x)[4]) const {
+    if constexpr (END - FIRST == 1) {
+      MF_UNROLL for (int w = 0; w < 4; ++w) x[w] = words[4 * FIRST + w];
+    } else {
+      constexpr int middle = (FIRST + END) / 2;
+      if (piece() < middle)
+        take<FIRST, middle>(words, x);
+      else
+        take<middle, END>(words, x);
+    }
   }
 
   // Columns 16 * i to 16 * i + 15 of the chunk, 8 at a time: registers are scarce.
-  MF_FN void one(u32 from, int i) const {
+  MF_FN void one(const u32 (&x)[4], int i) const {
+    // This lane's 16 bytes of the chunk's first 8 columns; two rows of 64 bytes share a swizzle.
+    const u32 lane = ptx::thread(), row = lane % 128 / 32 * 16 + lane % 16;
+    const u32 from = shared.slot(group, ring.stage) + row * 64 + (row / 2 % 4 << 4);
     float added[S::sums + 1][4] = {};
     MF_UNROLL for (int g = 0; g < 2; ++g) {
-      u32 in[S::ins + 1][2], out[S::outs][2];  // the last of `in` is the product
-      const u32 here = at(from, 0, 2 * i + g);
-      MF_UNROLL for (int k = 0; k < S::ins + 1; ++k)
-        ptx::load_matrices(here + k * CHUNK_BYTES, in[k][0], in[k][1]);
+      u32 in[S::ins + 1][2], out[S::outs][2];
+      const u32 here = from ^ u32(2 * i + g) << 4;
+      MF_UNROLL for (int k = 0; k < S::ins; ++k)
+        ptx::load_matrices(here + k * TAIL_CHUNK_BYTES, in[k][0], in[k][1]);
       // A word holds two neighbouring columns, of row r or r + 8.
       MF_UNROLL for (int h = 0; h < 2; ++h) {
         float y[S::outs][2];
         MF_UNROLL for (int e = 0; e < 2; ++e) {
           float t[S::ins + 1], results[S::outs], sums[S::sums + 1];
-          MF_UNROLL for (int k = 0; k < S::ins + 1; ++k) t[k] = Storage<Word>::get(&in[k][h], e);
-          S::after(t[S::ins], t, results, sums);
+          MF_UNROLL for (int k = 0; k < S::ins; ++k) t[k] = Storage<Word>::get(&in[k][h], e);
+          S::after(Storage<Word>::get(&x[2 * g + h], e), t, results, sums);
           MF_UNROLL for (int o = 0; o < S::outs; ++o) y[o][e] = results[o];
           MF_UNROLL for (int s = 0; s < S::sums; ++s)
             added[s][2 * g + e] += h < state >> 8 ? sums[s] : 0.f;
@@ -186,7 +190,7 @@ struct Tail {
         MF_UNROLL for (int o = 0; o < S::outs; ++o) Storage<Word>::put(&out[o][h], y[o], 2);
       }
       MF_UNROLL for (int o = 0; o < S::outs; ++o)
-        ptx::store_matrices(here + o * CHUNK_BYTES, out[o][0], out[o][1]);
+        ptx::store_matrices(here + o * TAIL_CHUNK_BYTES, out[o][0], out[o][1]);
     }
     MF_UNROLL for (int s = 0; s < S::sums; ++s) add_rows(added[s], s, i);
   }
@@ -204,7 +208,7 @@ struct Tail {
     const int column = 16 * i + (right ? 8 : 0) + lane % 4 * 2 + (odd ? 1 : 0);
     const int warp = threadIdx.x % 128 / 32;
     if (!(lane & 4))
-      ptx::store_word(sums_at(shared, group, ring.stage, sum) + 4 * (warp * CHUNK + column),
+      ptx::store_word(sums_at(shared, group, ring.stage, sum) + 4 * (warp * TAIL_CHUNK + column),
                       __float_as_uint(c));
   }
 };

@@ -17,6 +17,8 @@ constexpr int MMA_K = 16;         // k's of one wgmma
 constexpr int ROWS = 64;          // rows of one warpgroup's product
 constexpr int CHUNK = 64;         // columns of one swizzled box
 constexpr int CHUNK_BYTES = 64 * 128;
+// A tail's chunks are half as wide, with 64-byte rows: piece p of row r is at p ^ (r / 2 % 4).
+constexpr int TAIL_CHUNK = 32, TAIL_CHUNK_BYTES = 64 * 64;
 
 template <bool K_MAJOR>
 struct Operand {
