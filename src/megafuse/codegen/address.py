@@ -11,7 +11,7 @@ from typing import Literal
 
 import sympy
 
-from megafuse.index import Affine, Axis, quotient
+from megafuse.index import Affine, Axis, content, quotient
 from megafuse.ir import Dim, as_dim
 
 
@@ -27,14 +27,6 @@ def dim_cpp(value: Dim) -> str:
     for s in sorted(value.free_symbols, key=lambda s: -len(s.name)):
         text = text.replace(s.name, f"a.{s.name}")
     return text if value.is_Symbol else f"({text})"
-
-
-def content(value: Dim) -> int:
-    """The largest integer that divides `value` for all sizes."""
-    if isinstance(value, int):
-        return abs(value)
-    poly = sympy.Poly(value, *value.free_symbols)
-    return reduce(math.gcd, (int(abs(c)) for c in poly.coeffs()), 0)
 
 
 def sum_cpp(terms: Sequence[tuple[str, Dim]], const: Dim = 0) -> str:

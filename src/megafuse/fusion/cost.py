@@ -6,6 +6,7 @@ once; rates are those of `megafuse.device`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -19,6 +20,16 @@ from megafuse.ops import is_pointwise, is_reduction, is_view
 
 MOST_STREAMS = 14
 MOST_COLUMN_SUMS = 8
+
+SECTOR = 32
+"""Bytes that a cache moves at least."""
+
+
+def sectors(run: int, aligned: int) -> float:
+    """Sectors that `run` bytes touch on average, if they begin anywhere at a multiple of `aligned`
+    (0: of everything)."""
+    step = math.gcd(aligned, SECTOR)
+    return (run - step) // SECTOR + 1 if step == SECTOR else (run - step) / SECTOR + 1
 
 
 def seconds(
