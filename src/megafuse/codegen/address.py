@@ -19,9 +19,7 @@ def dim_cpp(value: Dim) -> str:
     """An extent or stride in terms of the kernel's size arguments."""
     if isinstance(value, int):
         return str(value)
-    text = re.sub(
-        r"(\w+)\*\*(\d+)", lambda m: "*".join([m[1]] * int(m[2])), str(sympy.sstr(value))
-    )
+    text = re.sub(r"(\w+)\*\*(\d+)", lambda m: "*".join([m[1]] * int(m[2])), str(sympy.sstr(value)))
     if "**" in text or "/" in text:
         raise ValueError(f"size {value} is no polynomial megafuse can print")
     for s in sorted(value.free_symbols, key=lambda s: -len(s.name)):

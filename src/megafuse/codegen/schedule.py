@@ -110,8 +110,9 @@ THREADS = 256  # of a block, where a row needs fewer
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 LONE = 192  # threads of a row from which on a block has but one
 CROWD = 20  # warps on a multiprocessor then
-TILED_ELEMENTS = (24, 40, 8)  # elements of a thread in a block that turns tiles
-TILED_BLOCKS = (4, 2, 1)  # of such blocks on a multiprocessor
+TILED_WAYS = ((4, 24, True), (3, 24, True), (3, 8, True), (2, 24, True), (2, 24, False), (2, 8, True),
+              (2, 8, False), (1, 24, False), (1, 8, False), (1, 40, False))  # fmt: skip
+"""Blocks that turn tiles on a multiprocessor, elements of a thread, whether parameters are held."""
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
@@ -161,18 +162,18 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
 
 
 def _tiled(region: RowRegion, tile: Tile) -> Iterator[Schedule]:
-    """Layouts of blocks that turn tiles: as many blocks a multiprocessor as there is room for, so
-    that some load while others compute, then fewer."""
-    for hold, elements in itertools.product((True, False), TILED_ELEMENTS):
+    """Layouts of blocks that turn tiles: rather several blocks on a multiprocessor, of which some
+    load while others compute, than few threads a row."""
+    tried: list[Schedule] = []
+    for blocks, elements, hold in TILED_WAYS:
         team, widest = _team(region, elements)
         stages = tuple(_layout(stage, team, widest) for stage in region.stages)
         warp = max(1, 32 // team)
         teams = max(warp, min(THREADS // team, tile.rows) // warp * warp)
-        plain = Schedule(team, teams, stages, hold=hold, tile=tile)
-        if any(x.long for x in stages):
-            continue
-        for blocks in sorted({min(b, tile.blocks) for b in TILED_BLOCKS}, reverse=True):
-            yield replace(plain, blocks=blocks)
+        found = Schedule(team, teams, stages, min(blocks, tile.blocks), hold=hold, tile=tile)
+        if not any(x.long for x in stages) and found not in tried:
+            tried.append(found)
+            yield found
 
 
 def _crowded(region: RowRegion, schedule: Schedule) -> Schedule:

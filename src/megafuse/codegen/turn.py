@@ -11,10 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megafuse.fusion.cost import SECTOR, sectors
+from megafuse.fusion import cost
 from megafuse.fusion.plan import RowRegion
-from megafuse.fusion.rules.turn import Turn, Turned, turns
-from megafuse.fusion.walks import is_small
+from megafuse.fusion.rules.turn import Turn, Turned
 from megafuse.index import Axis, content
 from megafuse.ir import Dim, evaluate, product
 
@@ -23,10 +22,10 @@ BANKS = 128
 LINE = 128
 """Bytes of a column's rows that one tile takes at most: a cache line."""
 LEAST = 16
-"""Bytes of a column's rows, and of a row's columns, from which on turning pays."""
+"""Bytes of a column's rows from which on turning pays."""
 ROOM = 227 * 1024 - 2048
 """Bytes of shared memory of a multiprocessor, less what reductions exchange."""
-CROWD = {1: 1.4, 2: 1.1, 3: 1.05}
+CROWD = {1: 1.4, 2: 1.15, 3: 1.05}
 """Factor on the time where only so many blocks share a multiprocessor: one loads while others
 compute and store."""
 
@@ -92,32 +91,20 @@ class Tile:
 
 
 def tile_for(region: RowRegion) -> Tile | None:
-    """The tile that moves fewest bytes for nothing, over the axis that turns most bytes; None where
-    nothing is worth turning."""
-    best = max(turns(region), key=_turned_bytes, default=None)
-    if best is None or _turned_bytes(best) == 0:
+    """The tile that costs least; None where nothing is worth turning, or no tile has room."""
+    turn = cost.turned(region)
+    if turn is None:
         return None
     columns = region.stages[0].columns()
     assert isinstance(columns, int)
-    narrowest = min(u.node.dtype.itemsize for u in _worthy(best))
-    if columns * narrowest < SECTOR:
-        return None
-    step = max(_width(u, best) for u in _worthy(best))
+    narrowest = min(u.node.dtype.itemsize for u in turn.uses)
+    step = max(_width(u, turn) for u in turn.uses)
     most = LINE // narrowest
-    if isinstance(best.extent, int):
-        most = min(most, -(-best.extent // step) * step)
-    tiles = [_tile(best, rows, columns) for rows in range(step, most + 1, step)]
+    if isinstance(turn.extent, int):
+        most = min(most, -(-turn.extent // step) * step)
+    tiles = [_tile(turn, rows, columns) for rows in range(step, most + 1, step)]
     fit = [t for t in tiles if t.blocks and t.rows * narrowest >= LEAST]
-    return min(fit, key=lambda t: _price(t, best), default=None)
-
-
-def _worthy(turn: Turn) -> list[Turned]:
-    """Small tensors come out of the nearest cache however they are walked."""
-    return [u for u in turn.uses if u.made or not is_small(u.node)]
-
-
-def _turned_bytes(turn: Turn) -> int:
-    return sum(u.node.dtype.itemsize for u in _worthy(turn))
+    return min(fit, key=lambda t: _price(t, turn), default=None)
 
 
 def _width(use: Turned, turn: Turn) -> int:
@@ -125,7 +112,7 @@ def _width(use: Turned, turn: Turn) -> int:
 
 
 def _tile(turn: Turn, rows: int, columns: int) -> Tile:
-    sheets = tuple(Sheet(u, rows, columns, _width(u, turn)) for u in _worthy(turn))
+    sheets = tuple(Sheet(u, rows, columns, _width(u, turn)) for u in turn.uses)
     return Tile(turn.axis, turn.extent, rows, sheets)
 
 
@@ -137,7 +124,8 @@ def _price(tile: Tile, turn: Turn) -> tuple[float, int]:
     for s in tile.sheets:
         size = s.use.node.dtype.itemsize
         run = tile.rows * size
-        twice = sectors(run, turn.aligned(s.use) * size) * SECTOR / run - 1
+        start = math.gcd(turn.aligned(s.use) * size, run)
+        twice = cost.sectors(run, start) * cost.SECTOR / run - 1
         price = max(price, 1 + 0.3 * twice + 0.1 * (LINE / run - 1))
     if isinstance(tile.extent, int):
         price *= -(-tile.extent // tile.rows) * tile.rows / tile.extent

@@ -46,4 +46,3 @@ def _outer(stage: Stage, cols: list[Axis], group: list[Axis]) -> Axis | None:
         if all(p.coefficient(axis) == as_dim(p.coefficient(inner) * inner.extent) for p in places):
             return axis
     return None
-

@@ -29,7 +29,8 @@ template <class S, class Team, class Col>
 MF_FN void turn_in(const Team&, const typename S::Type* base, const Col& col, int rows,
                    unsigned to) {
   constexpr int THREADS = Team::THREADS, EACH = (S::PIECES + THREADS - 1) / THREADS;
-  constexpr int BATCH = EACH < 4 ? EACH : 4, W = S::WIDTH, P = S::PAIR;
+  constexpr int W = S::WIDTH, P = S::PAIR, MOST = W * S::BYTES > 16 ? 128 / (W * S::BYTES) : 8;
+  constexpr int BATCH = EACH < MOST ? EACH : MOST;
   const typename S::Type* from = ptx::hidden(base);
   MF_KEEP_ROWS for (int first = threadIdx.x; first < S::PIECES; first += THREADS * BATCH) {
     Raw<W * S::SIZE> raw[BATCH][P];

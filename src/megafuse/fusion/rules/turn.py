@@ -57,7 +57,9 @@ def turns(region: RowRegion) -> list[Turn]:
     for axis in stage.rows():
         if axis in kept or axis in merged or axis.extent == 1:
             continue
-        uses = dict.fromkeys(Turned(*o) for o in operands(stage) if _across(o[0], o[1], stage, axis))
+        uses = dict.fromkeys(
+            Turned(*o) for o in operands(stage) if _across(o[0], o[1], stage, axis)
+        )
         if uses:
             extent = product(a.extent for a in stage.rows() if merged.get(a, a) is axis)
             found.append(Turn(axis, extent, tuple(uses), frozenset(merged)))
