@@ -34,7 +34,9 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *how: Any) -> T
     return y.permute(LAST).contiguous()  # type: ignore[no-any-return]
 
 
-def _convolution_backward(grad: Tensor, x: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _convolution_backward(
+    grad: Tensor, x: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (channels last), weight and bias; empty where the mask asks for none."""
     grads = aten.convolution_backward(grad.permute(FIRST), x.permute(FIRST), *how)
     dx, dw, db = (grad.new_empty(0) if g is None else g for g in grads)

@@ -1,9 +1,9 @@
 """MEGAFUSE_DUMP: every stage of the pipeline, the generated source and a reproduction, as files.
 
-00-capture.py ...   the graph after each pass
-plan-forward.txt    regions, reads, writes, and what was refused with the reason
-F1.host.cpp ...     generated source, as compiled
-repro.py            runs the captured graph fused against itself unfused: `python repro.py`
+    00-capture.py ...   the graph after each pass
+    plan-forward.txt    regions, reads, writes, and what was refused with the reason
+    F1.host.cpp ...     generated source, as compiled
+    repro.py            runs the captured graph fused against itself unfused: `python repro.py`
 """
 
 from __future__ import annotations

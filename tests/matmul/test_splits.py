@@ -99,13 +99,8 @@ def test_the_headline_products_stay_whole(rows: int, factor: int) -> None:
 
 @pytest.mark.parametrize(
     "size",
-    [
-        (1, 4096, 4096, 4096),
-        (16, 512, 512, 4096),
-        (1, 1280, 5120, 8192),
-        (1, 1, 128, 64),
-        (1, 768, 3072, 8192),
-    ],
+    [(1, 4096, 4096, 4096), (16, 512, 512, 4096), (1, 1280, 5120, 8192), (1, 1, 128, 64),
+     (1, 768, 3072, 8192)],
 )
 def test_splits_that_would_not_pay(size: Size) -> None:
     assert ranked(*size, 132)[0].splits == 1

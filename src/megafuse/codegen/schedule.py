@@ -7,14 +7,13 @@ alone, so that two processes on one machine compute bitwise the same.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megafuse.codegen.shelf import NARROWEST, Shelved, shelf_bytes, shelvable
-from megafuse.codegen.turn import Tile, tile_for
+from megafuse.codegen.turn import ROOM, Tile, tile_for
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
 from megafuse.fusion.walks import is_small, kept_axes
@@ -110,13 +109,14 @@ THREADS = 256  # of a block, where a row needs fewer
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 LONE = 192  # threads of a row from which on a block has but one
 CROWD = 20  # warps on a multiprocessor then
-TILED_WAYS = ((4, 24, True), (3, 24, True), (3, 8, True), (2, 24, True), (2, 24, False), (2, 8, True),
-              (2, 8, False), (1, 24, False), (1, 8, False), (1, 40, False))  # fmt: skip
+TILED_WAYS = (
+    (4, 24, True), (3, 24, True), (3, 8, True), (2, 24, True), (2, 24, False), (2, 8, True),
+    (2, 8, False), (1, 24, False), (1, 8, False), (1, 40, False),
+)  # fmt: skip
 """Blocks that turn tiles on a multiprocessor, elements of a thread, whether parameters are held."""
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
-ROOM = 227 * 1024 - 2048  # bytes of shared memory of a block, less what reductions exchange
 ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
 
 
@@ -340,8 +340,8 @@ def shared_sums(region: RowRegion, schedule: Schedule) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """parts: blocks of a group region or a tiled one, else teams with work; chunks: parts a kept index has;
-    span: rows (or groups) a part walks; grid: blocks."""
+    """parts: blocks of a group or tiled region, else teams with work; chunks: parts a kept index
+    has; span: rows (groups, tiles) a part walks; grid: blocks."""
 
     parts: int
     chunks: int
@@ -370,7 +370,8 @@ def launch(
         units *= schedule.teams
     chunks = max(1, min(reduced, units // keep))
     span = -(-reduced // chunks)
-    chunks = -(-reduced // span)
+    if schedule.tile is None:  # tiles are few: rather one more for some than fewer blocks
+        chunks = -(-reduced // span)
     if together(region, schedule) and not blocks:
         chunks = -(-chunks // schedule.teams) * schedule.teams  # those past the rows add zero
     parts = keep * chunks

@@ -147,8 +147,8 @@ class StageEmitter:
                     return
             turned = self.streams.turning.place(Turned(root.target, at, True))
             if turned is not None:
-                loop.append(f"mf::shelve<C{self.k}, {kind}, {self.layout.lanes}>(team, j, {turned}, "
-                            f"{COLUMN}, {value});{comment}")  # fmt: skip
+                loop.append(f"mf::shelve<C{self.k}, {kind}, {self.layout.lanes}>(team, j, "
+                            f"{turned}, {COLUMN}, {value});{comment}")  # fmt: skip
                 return
             place = place_cpp(self.e.pointer(root.target, write=True), where)
             if wide:

@@ -66,8 +66,8 @@ class Turning:
         e, merged = streams.e, streams.merged
         outer = [a for a in rest if a not in merged and a is not tile.axis]
         extents = [product(a.extent for a in rest if merged.get(a, a) is b) for b in outer]
-        places = [f"const i64 {e.axis(axis)} = {text};"
-                  for axis, text in zip(outer, decompose("(g / tiles)", extents), strict=True)]  # fmt: skip
+        parts = zip(outer, decompose("(g / tiles)", extents), strict=True)
+        places = [f"const i64 {e.axis(axis)} = {text};" for axis, text in parts]
         rows = streams.loop("team.index()", "tile_rows", str(e.schedule.teams), [tile.axis], lines)
         return [
             f"const i64 across = {dim_cpp(tile.extent)};",

@@ -46,3 +46,4 @@ def _outer(stage: Stage, cols: list[Axis], group: list[Axis]) -> Axis | None:
         if all(p.coefficient(axis) == as_dim(p.coefficient(inner) * inner.extent) for p in places):
             return axis
     return None
+

@@ -41,7 +41,7 @@ WALKED = 24
 """Elements of a row that one thread works on, roughly: as many threads of a warp as a row leaves
 over work on the next rows, and find their elements in the same sectors."""
 FEWEST = 32
-"""Bytes of a row from which on it is worth turning: shorter ones leave whole warps to each sector."""
+"""Bytes of a row from which on turning pays: a warp has many of shorter ones, side by side."""
 
 
 def seconds(
@@ -57,8 +57,8 @@ def seconds(
 
 
 def turned(region: RowRegion) -> Turn | None:
-    """The axis over which turning tensors saves most, and what is worth it there: small tensors come
-    out of the nearest cache however they are walked. None where nothing is."""
+    """The axis over which turning tensors saves most, and what is worth it there: small tensors
+    come out of the nearest cache however they are walked. None where nothing is."""
     best: tuple[int, Turn] | None = None
     for turn in turns(region):
         uses = tuple(u for u in turn.uses if u.made or not is_small(u.node))

@@ -102,7 +102,9 @@ def reduction_stage(node: Node, target: Node, shift: dict[int, int], buffers: se
     dims = node.attrs["dims"]
     reduced = tuple(a for d in dims for a in at[d].axes)
     column = is_column_sum(node)
-    where = tuple((ZERO if d in dims else c) + shift.get(d, 0) for d, c in enumerate(at))
+    where = tuple(
+        (ZERO if d in dims else c) + shift.get(d, 0) for d, c in enumerate(at)
+    )
     root = Root(node, "column" if column else "row", target, at, where, reduced)
     return stage_of(root, axes, None if column else list(reduced), operand, False, buffers)
 

@@ -9,7 +9,6 @@ from megafuse.fusion.plan import RowRegion, Stage
 from megafuse.index import Affine, Axis, offset
 from megafuse.ir import Node, as_dim, product
 
-
 CACHED = 16_384
 """Bytes of a tensor that stays in the nearest cache however often its rows are read."""
 
@@ -21,10 +20,13 @@ def is_small(node: Node) -> bool:
 
 
 def operands(stage: Stage) -> Iterator[tuple[Node, Affine, bool]]:
-    """(tensor, the offset at which it is used, whether it is written) of every read and store."""
+    """(tensor, the offset at which it is used, whether it is written) of every read and store; what
+    a stage reads where it stores it is in registers."""
+    stored = {(r.target, r.where) for r in stage.roots if r.kind == "store"}
     for root in stage.roots:
         for read in root.reads:
-            yield read.node, offset(read.coords, read.node.shape), False
+            if (read.node, read.coords) not in stored:
+                yield read.node, offset(read.coords, read.node.shape), False
         if root.kind == "store":
             yield root.target, offset(root.where, root.target.shape), True
 

@@ -32,13 +32,7 @@ class Pointwise:
 
 def _unary(name: str, cpp: str | None = None, flops: int = 1, **kw: object) -> Pointwise:
     return Pointwise(
-        name,
-        1,
-        (name,),
-        f"torch.{name}({{0}})",
-        cpp or f"mf::{name}({{0}})",
-        flops,
-        **kw,  # type: ignore[arg-type]
+        name, 1, (name,), f"torch.{name}({{0}})", cpp or f"mf::{name}({{0}})", flops, **kw  # type: ignore[arg-type]
     )
 
 
@@ -47,13 +41,7 @@ _PAIRS = ((0.5, 2.0), (-1.25, 3.0), (2.0, 2.0))
 
 def _binary(name: str, cpp: str, torch_name: str | None = None, **kw: object) -> Pointwise:
     return Pointwise(
-        name,
-        2,
-        (name,),
-        f"torch.{torch_name or name}({{0}}, {{1}})",
-        cpp,
-        samples=_PAIRS,
-        **kw,  # type: ignore[arg-type]
+        name, 2, (name,), f"torch.{torch_name or name}({{0}}, {{1}})", cpp, samples=_PAIRS, **kw  # type: ignore[arg-type]
     )
 
 
@@ -86,14 +74,8 @@ TABLE: dict[str, Pointwise] = {
         _unary("relu"),
         _unary("isnan", "({0} != {0})"),
         Pointwise(
-            "pow",
-            2,
-            ("pow",),
-            "torch.pow({0}, {1})",
-            "mf::pow({0}, {1})",
-            16,
-            ((0.5, 2.0), (1.5, 3.0), (2.0, -0.5)),
-            True,
+            "pow", 2, ("pow",), "torch.pow({0}, {1})", "mf::pow({0}, {1})", 16,
+            ((0.5, 2.0), (1.5, 3.0), (2.0, -0.5)), True,
         ),
         _binary("maximum", "mf::max({0}, {1})"),
         _binary("minimum", "mf::min({0}, {1})"),
@@ -105,27 +87,15 @@ TABLE: dict[str, Pointwise] = {
         _binary("ge", "({0} >= {1})"),
         _unary("logical_not", "mf::logical_not({0})", samples=((0.0,), (1.0,))),
         Pointwise(
-            "logical_and",
-            2,
-            ("logical_and",),
-            "torch.logical_and({0}, {1})",
-            "mf::logical_and({0}, {1})",
-            samples=((0.0, 1.0), (1.0, 1.0)),
+            "logical_and", 2, ("logical_and",), "torch.logical_and({0}, {1})",
+            "mf::logical_and({0}, {1})", samples=((0.0, 1.0), (1.0, 1.0)),
         ),
         Pointwise(
-            "logical_or",
-            2,
-            ("logical_or",),
-            "torch.logical_or({0}, {1})",
-            "mf::logical_or({0}, {1})",
-            samples=((0.0, 1.0), (0.0, 0.0)),
+            "logical_or", 2, ("logical_or",), "torch.logical_or({0}, {1})",
+            "mf::logical_or({0}, {1})", samples=((0.0, 1.0), (0.0, 0.0)),
         ),
         Pointwise(
-            "where",
-            3,
-            ("where",),
-            "torch.where({0}, {1}, {2})",
-            "mf::where({0}, {1}, {2})",
+            "where", 3, ("where",), "torch.where({0}, {1}, {2})", "mf::where({0}, {1}, {2})",
             samples=((1.0, 2.0, 3.0), (0.0, 2.0, 3.0)),
         ),
         # The one operator whose meaning is its result type; see ops.meaning and codegen.expr.

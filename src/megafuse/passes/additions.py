@@ -25,7 +25,9 @@ class Addition:
     other: Node
 
 
-def additions(node: Node, args: Sequence[Arg], alone: Callable[[Node], bool]) -> Iterator[Addition]:
+def additions(
+    node: Node, args: Sequence[Arg], alone: Callable[[Node], bool]
+) -> Iterator[Addition]:
     """The ways to read `node`, a sum of `args`, as an addition to a product of its own shape and
     dtype; `alone` says whether nothing but its one user reads a node."""
     if len(node.inputs) != 2:

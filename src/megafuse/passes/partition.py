@@ -65,7 +65,9 @@ def partition(
     return Split(forward, backward, tuple(saved))
 
 
-def _needed_by_backward(joint: Graph, grads: list[Node | None], tainted: set[Node]) -> set[Node]:
+def _needed_by_backward(
+    joint: Graph, grads: list[Node | None], tainted: set[Node]
+) -> set[Node]:
     live = Graph(joint.inputs, joint.nodes, list(grads)).live()
     wanted = {g for g in grads if g is not None and g not in tainted}
     for node in live & tainted:

@@ -8,7 +8,7 @@ Before → after:
     reshape(cat) + reshape(cat')   → reshape(cat + cat')           and of every other element
     any view of a constant         → the constant in that shape
     sum(x, dims of both kinds)     → sum(sum(x, inner), outer)     inner = the trailing dims
-    sum(reshape(permute(x)))       → reshape(sum(x))               x ends in summed dims, the view not
+    sum(reshape(permute(x)))       → reshape(sum(x))               x ends in summed dims
     cast(reshape(sum(x) f32), t)   → reshape(sum(x) t)             the sum used once
     x * 1, x / 1                   → x                             exact, NaN and -0 included
 """

@@ -4,7 +4,8 @@ A row of such a tensor has its elements a stride apart, while its neighbours in 
 the next rows: a warp's request then touches a sector for every element or two. A block that owns
 several consecutive rows may take the tensor along its own contiguous axis, and turn it in shared
 memory. That is legal where the rows of a stage depend on nothing but themselves, where no sum over
-rows keeps the axis, so that a block may own any of its values, and where elements have 2 or 4 bytes.
+rows keeps the axis, so that a block may own any of its values, and where elements have 2 or 4
+bytes.
 """
 
 from __future__ import annotations
