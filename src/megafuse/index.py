@@ -8,8 +8,10 @@ the owner of the space to split that axis and start over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import sympy
@@ -52,6 +54,14 @@ def quotient(a: Dim, n: Dim) -> Dim | None:
     ratio = sympy.cancel(sympy.sympify(a) / n)
     _, denominator = sympy.fraction(ratio)
     return as_dim(ratio) if denominator == 1 else None
+
+
+def content(value: Dim) -> int:
+    """The largest integer that divides `value` for all sizes."""
+    if isinstance(value, int):
+        return abs(value)
+    poly = sympy.Poly(value, *value.free_symbols)
+    return reduce(math.gcd, (int(abs(c)) for c in poly.coeffs()), 0)
 
 
 def at_least_zero(value: Dim) -> bool:

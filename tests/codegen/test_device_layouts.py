@@ -12,12 +12,12 @@ from megafuse.codegen.schedule import (
     LINE,
     Schedule,
     cuda_schedules,
-    kept_axes,
     launch,
     together,
 )
 from megafuse.device import H200
 from megafuse.fusion.plan import GraphPlan, RowRegion
+from megafuse.fusion.walks import kept_axes
 
 MANY = 1 << 20
 HALF = torch.bfloat16

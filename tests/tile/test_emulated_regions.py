@@ -12,7 +12,7 @@ from test_device_words import emulated_module
 
 import megafuse
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import Schedule, _layout, _with_shelf
+from megafuse.codegen.schedule import Schedule, _layout, _with_shelf, by_block
 from megafuse.fusion.plan import RowRegion
 from megafuse.ir import evaluate
 from megafuse.runtime.built import BuiltRegion
@@ -40,8 +40,8 @@ def executors() -> list[Executor]:
 class Emulated:
     """Stands in for a loaded host module: launches the kernels as the device would."""
 
-    def __init__(self, kernel: RowKernel, group: bool) -> None:
-        self.kernel, self.group = kernel, group
+    def __init__(self, kernel: RowKernel, by_block: bool) -> None:
+        self.kernel, self.by_block = kernel, by_block
         self.module = emulated_module(kernel.source, kernel.names, fast=kernel.fast)
         self.parts = [a.kind for a in kernel.args].index("parts")
 
@@ -49,7 +49,7 @@ class Emulated:
         geometry = [3, max(1, len(self.kernel.partial_columns)), 32, 8]
         if name == self.kernel.name:
             teams = self.kernel.schedule.teams
-            grid = args[self.parts] if self.group else -(-args[self.parts] // teams)
+            grid = args[self.parts] if self.by_block else -(-args[self.parts] // teams)
             geometry = [grid, 1, self.kernel.schedule.threads, 1]
         self.module.launch(f"emulate_{name}", [*geometry, *args])
 
@@ -89,7 +89,7 @@ def test_every_region(
                     continue
                 schedule = found
             kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
-            module: Any = Emulated(kernel, region.kind == "group")
+            module: Any = Emulated(kernel, by_block(region, schedule))
             expected = results(executor, executor.built[region.name])
             got = results(executor, BuiltRegion(region, kernel, module, 2))
             kept = {n.name for n in kernel.inside}

@@ -11,7 +11,7 @@ from test_emulated_regions import Emulated, results
 import megafuse
 from megafuse import zoo
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import cuda_schedules
+from megafuse.codegen.schedule import by_block, cuda_schedules
 from megafuse.fusion.plan import RowRegion
 from megafuse.runtime.executor import BuiltRegion
 from megafuse.subgraphs import Settings
@@ -34,7 +34,7 @@ def test_entry(name: str) -> None:
                 continue
             schedule = next(iter(cuda_schedules(region, MANY)))
             kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
-            module: Any = Emulated(kernel, region.kind == "group")
+            module: Any = Emulated(kernel, by_block(region, schedule))
             sizes = dict(executor.plan.sizes)
             expected = results(executor, executor.built[region.name], sizes)
             got = results(executor, BuiltRegion(region, kernel, module, 2), sizes)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import sympy
 
-from megafuse.index import Affine, Axis, quotient
+from megafuse.index import Affine, Axis, content, quotient
 from megafuse.ir import Dim, as_dim
 
 
@@ -19,22 +19,12 @@ def dim_cpp(value: Dim) -> str:
     """An extent or stride in terms of the kernel's size arguments."""
     if isinstance(value, int):
         return str(value)
-    text = re.sub(
-        r"(\w+)\*\*(\d+)", lambda m: "*".join([m[1]] * int(m[2])), str(sympy.sstr(value))
-    )
+    text = re.sub(r"(\w+)\*\*(\d+)", lambda m: "*".join([m[1]] * int(m[2])), str(sympy.sstr(value)))
     if "**" in text or "/" in text:
         raise ValueError(f"size {value} is no polynomial megafuse can print")
     for s in sorted(value.free_symbols, key=lambda s: -len(s.name)):
         text = text.replace(s.name, f"a.{s.name}")
     return text if value.is_Symbol else f"({text})"
-
-
-def content(value: Dim) -> int:
-    """The largest integer that divides `value` for all sizes."""
-    if isinstance(value, int):
-        return abs(value)
-    poly = sympy.Poly(value, *value.free_symbols)
-    return reduce(math.gcd, (int(abs(c)) for c in poly.coeffs()), 0)
 
 
 def sum_cpp(terms: Sequence[tuple[str, Dim]], const: Dim = 0) -> str:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from megafuse.codegen.address import access, decompose, dim_cpp, sum_cpp
 from megafuse.codegen.emitter import Arg, Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
-from megafuse.codegen.schedule import Schedule, kept_axes, shared_sums, together
+from megafuse.codegen.schedule import Schedule, by_block, shared_sums, together
 from megafuse.codegen.stage import StageEmitter
 from megafuse.fusion.plan import RowRegion
+from megafuse.fusion.walks import kept_axes
 from megafuse.index import Affine, Axis, offset
 from megafuse.ir import Dim, Node, as_dim, product
 
@@ -59,9 +60,9 @@ def emit_rows(
     outer = region.group if group else region.stages[0].rows()
     rest = [a for a in outer if a not in kept]
     step = "a.chunks" if schedule.in_turn else "1"
-    part = "team.block()" if group else "team.part()"
-    body += [
-        f"const i64 kept = {part} / a.chunks, chunk = {part} % a.chunks;",
+    part = "team.block()" if by_block(region, schedule) else "team.part()"
+    body.append(f"const i64 kept = {part} / a.chunks, chunk = {part} % a.chunks;")
+    body += [] if schedule.tile is not None else [
         f"const i64 begin = chunk, end = {_extent(rest)};" if schedule.in_turn else
         f"const i64 begin = chunk * a.span, end = mf::min_i64(begin + a.span, {_extent(rest)});",
     ]  # fmt: skip
@@ -82,6 +83,8 @@ def emit_rows(
             )
             body.append("  team.block_sync();")
         body.append("}")
+    elif schedule.tile is not None:
+        body += stages[0].streams.turning.loop(rest, programs[0])
     else:
         body += stages[0].streams.loop("begin", "end", step, rest, programs[0])
     for s in stages:
@@ -105,7 +108,7 @@ def emit_rows(
         "  struct Args {", *indent(e.members, 4), "  };",
         "  MF_FN static void run(const Team& team, const Args& a) {", *indent(body, 4), "  }",
         "};",
-        f"MF_{'GROUP_' if group else ''}KERNEL({name})",
+        f"MF_{'GROUP_' if by_block(region, schedule) else ''}KERNEL({name})",
     ]  # fmt: skip
     if finish:
         lines += [
@@ -159,7 +162,7 @@ def _sizes_in(lines: Sequence[str], e: Emitter) -> set[str]:
 def _finish(e: Emitter, kept: list[Axis]) -> list[str]:
     """Each column sum: its partials, added up in order of the parts that made them."""
     lines: list[str] = []
-    teams, group = e.schedule.teams, e.region.kind == "group"
+    teams, group = e.schedule.teams, by_block(e.region, e.schedule)
     # Partials lie a team apart. With one a block, every `apart`th of them counts.
     apart = teams if together(e.region, e.schedule) else 1
     if group:

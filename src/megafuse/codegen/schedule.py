@@ -7,15 +7,16 @@ alone, so that two processes on one machine compute bitwise the same.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megafuse.codegen.shelf import NARROWEST, Shelved, shelf_bytes, shelvable
+from megafuse.codegen.turn import ROOM, Tile, tile_for
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
+from megafuse.fusion.walks import is_small, kept_axes
 from megafuse.index import Axis, Coords, offset
 from megafuse.ir import Node, evaluate, product
 
@@ -44,7 +45,8 @@ class Schedule:
     before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
     row's intermediate values from phase to phase, where computing them again costs more; in_turn:
     parts take rows in turn, so that together they read one moving window of memory, instead of a
-    span of rows each; shelf: what a group keeps in shared memory from stage to stage."""
+    span of rows each; shelf: what a group keeps in shared memory from stage to stage; tile: rows
+    that a block takes together, to turn what lies across them."""
 
     team: int
     teams: int
@@ -57,6 +59,7 @@ class Schedule:
     keep: bool = True
     in_turn: bool = True
     shelf: tuple[Shelved, ...] = ()
+    tile: Tile | None = None
 
     @property
     def threads(self) -> int:
@@ -106,10 +109,14 @@ THREADS = 256  # of a block, where a row needs fewer
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 LONE = 192  # threads of a row from which on a block has but one
 CROWD = 20  # warps on a multiprocessor then
+TILED_WAYS = (
+    (4, 24, True), (3, 24, True), (3, 8, True), (2, 24, True), (2, 24, False), (2, 8, True),
+    (2, 8, False), (1, 24, False), (1, 8, False), (1, 40, False),
+)  # fmt: skip
+"""Blocks that turn tiles on a multiprocessor, elements of a thread, whether parameters are held."""
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
-ROOM = 227 * 1024 - 2048  # bytes of shared memory of a block, less what reductions exchange
 ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
 
 
@@ -124,6 +131,8 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     """
     columns = any(r.kind == "column" for r in region.roots)
     many, group = rows >= MANY_ROWS, region.kind == "group"
+    if many and not group and (tile := tile_for(region)) is not None:
+        yield from _tiled(region, tile)
     # Few rows: threads are what there is plenty of.
     sizes = ELEMENTS if many else [e for e in ELEMENTS if e <= FEW]
     ways = (COLUMN_WAYS if columns else ROW_WAYS) if many else FEW_WAYS
@@ -150,6 +159,21 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             yield _crowded(region, schedule)
         if fits or elements == ELEMENTS[-1]:
             yield schedule
+
+
+def _tiled(region: RowRegion, tile: Tile) -> Iterator[Schedule]:
+    """Layouts of blocks that turn tiles: rather several blocks on a multiprocessor, of which some
+    load while others compute, than few threads a row."""
+    tried: list[Schedule] = []
+    for blocks, elements, hold in TILED_WAYS:
+        team, widest = _team(region, elements)
+        stages = tuple(_layout(stage, team, widest) for stage in region.stages)
+        warp = max(1, 32 // team)
+        teams = max(warp, min(THREADS // team, tile.rows) // warp * warp)
+        found = Schedule(team, teams, stages, min(blocks, tile.blocks), hold=hold, tile=tile)
+        if not any(x.long for x in stages) and found not in tried:
+            tried.append(found)
+            yield found
 
 
 def _crowded(region: RowRegion, schedule: Schedule) -> Schedule:
@@ -210,7 +234,8 @@ def _lanes(stage: Stage) -> int:
     cols = stage.settled_cols()
     widest = max(
         (read.node.dtype.itemsize for root in stage.roots for read in root.reads
-         if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1), default=4,
+         if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1),
+        default=max((r.target.dtype.itemsize for r in stage.roots if r.kind == "store"), default=4),
     )  # fmt: skip
     return next(v for v in (WIDEST, 4, 2, 1) if n % v == 0 and v * widest <= 16)
 
@@ -228,16 +253,6 @@ def _streams(
         and (read.node, read.coords) not in served
     }  # fmt: skip
     return [(n.dtype, varies) for (n, _), varies in seen.items() if not (varies and is_small(n))]
-
-
-CACHED = 16_384
-"""Bytes of a tensor that stays in the nearest cache however often its rows are read."""
-
-
-def is_small(node: Node) -> bool:
-    """Whether rows of the tensor are read where they are used, from the nearest cache."""
-    numbers = [d for d in node.shape if isinstance(d, int)]
-    return len(numbers) == len(node.shape) and math.prod(numbers) * node.dtype.itemsize <= CACHED
 
 
 def _registers(stage: Stage, schedule: Schedule) -> float:
@@ -301,16 +316,9 @@ FEW_KEPT = 4_096
 """Up to so many kept indices a block of its own for each is no waste."""
 
 
-def kept_axes(region: RowRegion) -> list[Axis]:
-    """Row axes that some column sum does not sum over, in row order."""
-    kept: set[Axis] = set()
-    for stage in region.stages:
-        cols = stage.settled_cols()
-        for root in stage.roots:
-            if root.kind == "column":
-                kept |= {a for a in root.axes if a not in root.reduced and a not in cols}
-    order = region.group or region.stages[0].rows()
-    return [a for a in order if a in kept]
+def by_block(region: RowRegion, schedule: Schedule) -> bool:
+    """Whether a part of the work is a block's, all its teams together, and not a team's own."""
+    return region.kind == "group" or schedule.tile is not None
 
 
 def together(region: RowRegion, schedule: Schedule) -> bool:
@@ -321,7 +329,7 @@ def together(region: RowRegion, schedule: Schedule) -> bool:
     if not any(r.kind == "column" for r in region.roots):
         return False
     many = product(a.extent for a in kept_axes(region))
-    return region.kind == "group" or (isinstance(many, int) and many <= FEW_KEPT)
+    return by_block(region, schedule) or (isinstance(many, int) and many <= FEW_KEPT)
 
 
 def shared_sums(region: RowRegion, schedule: Schedule) -> int:
@@ -332,8 +340,8 @@ def shared_sums(region: RowRegion, schedule: Schedule) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """parts: blocks of a group region, else teams with work; chunks: parts a kept index has;
-    span: rows (or groups) a part walks; grid: blocks."""
+    """parts: blocks of a group or tiled region, else teams with work; chunks: parts a kept index
+    has; span: rows (groups, tiles) a part walks; grid: blocks."""
 
     parts: int
     chunks: int
@@ -352,16 +360,20 @@ def launch(
     """One wave of blocks, each with an equal share of the rows (or groups)."""
     outer = region.group if region.kind == "group" else region.stages[0].rows()
     total = evaluate(product(a.extent for a in outer), sizes)
+    if schedule.tile is not None:
+        total = schedule.tile.count(region, sizes)
     keep = evaluate(product(a.extent for a in kept), sizes)
     reduced = max(1, total // keep)
     units = device.sm_count * blocks_per_sm
-    if region.kind != "group":
+    blocks = by_block(region, schedule)
+    if not blocks:
         units *= schedule.teams
     chunks = max(1, min(reduced, units // keep))
     span = -(-reduced // chunks)
-    chunks = -(-reduced // span)
-    if together(region, schedule) and region.kind != "group":
+    if schedule.tile is None:  # tiles are few: rather one more for some than fewer blocks
+        chunks = -(-reduced // span)
+    if together(region, schedule) and not blocks:
         chunks = -(-chunks // schedule.teams) * schedule.teams  # those past the rows add zero
     parts = keep * chunks
-    grid = parts if region.kind == "group" else -(-parts // schedule.teams)
+    grid = parts if blocks else -(-parts // schedule.teams)
     return Launch(parts, chunks, span, grid)

@@ -6,9 +6,11 @@ from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE, pointwise_cpp, rounded, scalar_cpp
 from megafuse.codegen.schedule import StageSchedule, together
 from megafuse.codegen.streams import RowStreams, place_cpp
+from megafuse.codegen.turning import COLUMN
 from megafuse.fusion.plan import Root, Stage
 from megafuse.fusion.roots import resolve
 from megafuse.fusion.rules.same_rows import produced
+from megafuse.fusion.rules.turn import Turned
 from megafuse.index import Coords, offset, operand_coords
 from megafuse.ir import Node
 from megafuse.ops import is_reduction, is_view, pointwise
@@ -143,6 +145,11 @@ class StageEmitter:
                             f"{self.streams.column(there)}, {value});{comment}")  # fmt: skip
                 if kept[0].alone:
                     return
+            turned = self.streams.turning.place(Turned(root.target, at, True))
+            if turned is not None:
+                loop.append(f"mf::shelve<C{self.k}, {kind}, {self.layout.lanes}>(team, j, "
+                            f"{turned}, {COLUMN}, {value});{comment}")  # fmt: skip
+                return
             place = place_cpp(self.e.pointer(root.target, write=True), where)
             if wide:
                 loop.append(f"mf::store<C{self.k}, {kind}, {where.run}>(team, j, {place}, "

@@ -5,11 +5,14 @@ from __future__ import annotations
 from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
-from megafuse.codegen.schedule import StageSchedule, is_small, kept_axes
+from megafuse.codegen.schedule import StageSchedule
 from megafuse.codegen.shelf import Shelved, shelf_bytes
+from megafuse.codegen.turning import COLUMN, FIRST, Turning
 from megafuse.fusion.plan import Stage
+from megafuse.fusion.rules.turn import Turned
+from megafuse.fusion.walks import is_small, kept_axes, merged_rows
 from megafuse.index import Affine, Axis, Coords, offset
-from megafuse.ir import Node, as_dim, product
+from megafuse.ir import Node, product
 
 COPY = 8
 """Bytes of a copy to shared memory from which on it pays: the machine makes narrow ones slowly."""
@@ -29,7 +32,8 @@ class RowStreams:
         self.written_before = {n for s in e.region.stages[:k] for n in _targets(s)}
         self.prologue: list[str] = []
         self.group_prologue: list[str] = []
-        self.rings = shelf_bytes(e.schedule.shelf)
+        tile = e.schedule.tile
+        self.rings = shelf_bytes(e.schedule.shelf) + (tile.nbytes if tile is not None else 0)
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.advances: list[str] = []
@@ -37,25 +41,11 @@ class RowStreams:
         self.turns: dict[str, str] = {}  # scalar → its fetch
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
         self.tables: dict[tuple[str | None, int], str] = {}
-        self.merged = self._merged_rows()
+        fixed = {*e.region.group, *kept_axes(e.region)}
+        self.merged = merged_rows(stage, fixed)
+        self.turning = Turning(self)
 
     # -- where things lie
-
-    def _merged_rows(self) -> dict[Axis, Axis]:
-        """Row axes that every tensor walks together with the next one, as one longer axis: an
-        index less to divide for. Outer axis → the one that stands for both."""
-        fixed = {*self.e.region.group, *kept_axes(self.e.region)}
-        rows = [a for a in self.stage.rows() if a not in fixed]
-        roots = self.stage.roots
-        places = [offset(read.coords, read.node.shape) for r in roots for read in r.reads]
-        places += [offset(r.where, r.target.shape) for r in roots if r.kind == "store"]
-        merged: dict[Axis, Axis] = {}
-        for outer, inner in zip(reversed(rows[:-1]), reversed(rows[1:]), strict=True):
-            last = merged.get(inner, inner)
-            extent = product(a.extent for a in rows[rows.index(inner) : rows.index(last) + 1])
-            if all(p.coefficient(outer) == as_dim(p.coefficient(last) * extent) for p in places):
-                merged[outer] = last
-        return merged
 
     def access(self, where: Affine) -> Access:
         """How `where` is addressed, over the axes that are left."""
@@ -87,7 +77,7 @@ class RowStreams:
         e, k = self.e, self.k
         at = offset(coords, node.shape)
         name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
-        if self._from_shelf(name, node, at):
+        if self._from_shelf(name, node, at) or self._turned(name, node, at):
             self.leaves[key] = name, True
             return self.leaves[key]
         pointer = e.pointer(node)
@@ -120,6 +110,16 @@ class RowStreams:
             self.advances.append(f"{name}.advance();")
         self.leaves[key] = (name if wide or still is not None else f"{name}.value()", wide)
         return self.leaves[key]
+
+    def _turned(self, name: str, node: Node, at: Affine) -> bool:
+        """Read `node` as a row of the block's tile, if it is turned there."""
+        byte = self.turning.place(Turned(node, at, False))
+        if byte is None:
+            return False
+        self.prologue.append(f"auto {name} = mf::shelf<C{self.k}, {CPP_TYPE[node.dtype]}, "
+                             f"{self.layout.lanes}>({COLUMN});")  # fmt: skip
+        self.first.append(f"{name}.turn({byte});")
+        return True
 
     # -- the shelf
 
@@ -192,10 +192,11 @@ class RowStreams:
         fields = f"int {', '.join(names)};" if names else "char none;"
         extents = [product(a.extent for a in rows if self.merged.get(a, a) is b) for b in left]
         values = ", ".join(decompose("r", extents, narrow=True)) if names else "0"
-        unpack = [f"const i64 {n} = q.{n};" for n in names]
+        first = f"{FIRST} + " if e.schedule.tile is not None else ""
+        unpack = [f"const i64 {n} = {first}q.{n};" for n in names]
         lines = [*self.first, *lines]
         used = "\n".join(lines)
-        unpack_body = [f"const i64 {n} = row.{n};" for n in names if f"{n}" in used]
+        unpack_body = [f"const i64 {n} = {first}row.{n};" for n in names if f"{n}" in used]
         ring = bool(self.ring_fetches)
         k = self.k
         lambdas = [f"const auto fetch{k} = [&](const {row}& q) {{", *indent(unpack),

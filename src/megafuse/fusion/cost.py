@@ -6,27 +6,94 @@ once; rates are those of `megafuse.device`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from megafuse.device import DeviceSpec
 from megafuse.fusion.align import Mismatch
 from megafuse.fusion.plan import Region, Root, RowRegion, Stage
+from megafuse.fusion.rules.turn import Turn, strided, turns
+from megafuse.fusion.walks import is_small, operands
 from megafuse.index import Coords, operand_coords
-from megafuse.ir import Node, evaluate
+from megafuse.ir import Node, evaluate, product
 from megafuse.ops import is_pointwise, is_reduction, is_view
 
 MOST_STREAMS = 14
 MOST_COLUMN_SUMS = 8
 
+SECTOR = 32
+"""Bytes that a cache moves at least."""
+
+
+def sectors(run: int, aligned: int) -> float:
+    """Sectors that `run` bytes touch on average, if they begin anywhere at a multiple of `aligned`
+    (0: of everything)."""
+    step = math.gcd(aligned, SECTOR)
+    return -(-run // SECTOR) if step == SECTOR else (run - step) / SECTOR + 1
+
+
+HITS = 1.2
+"""How much faster than memory the second-level cache of a GPU hands out sectors."""
+WALKED = 24
+"""Elements of a row that one thread works on, roughly: as many threads of a warp as a row leaves
+over work on the next rows, and find their elements in the same sectors."""
+FEWEST = 32
+"""Bytes of a row from which on turning pays: a warp has many of shorter ones, side by side."""
+
 
 def seconds(
-    nbytes: int, flops: int, launches: int, spec: DeviceSpec, matmul: torch.dtype | None = None
-) -> float:
-    """Predicted time of one region on `spec`; `matmul` names the dtype of a product."""
+    nbytes: int, flops: int, launches: int, spec: DeviceSpec, matmul: torch.dtype | None = None,
+    again: float = 0.0,
+) -> float:  # fmt: skip
+    """Predicted time of one region on `spec`; `matmul` names the dtype of a product; again: bytes
+    of sectors that a GPU fetches more than once."""
     rate = spec.vector_rate if matmul is None else spec.matmul_rate.get(matmul, spec.vector_rate)
+    if spec.sm_count > 1:
+        nbytes += int(again / HITS)
     return max(spec.move_seconds(nbytes), flops / rate) + launches * spec.launch_seconds
+
+
+def turned(region: RowRegion) -> Turn | None:
+    """The axis over which turning tensors saves most, and what is worth it there: small tensors
+    come out of the nearest cache however they are walked. None where nothing is."""
+    best: tuple[int, Turn] | None = None
+    for turn in turns(region):
+        uses = tuple(u for u in turn.uses if u.made or not is_small(u.node))
+        gain = sum(u.node.dtype.itemsize for u in uses)
+        short = any(_row_bytes(region.stages[0], u.node) < FEWEST for u in uses)
+        if uses and not short and (best is None or gain > best[0]):
+            best = gain, replace(turn, uses=uses)
+    return None if best is None else best[1]
+
+
+def sectors_again(region: RowRegion, sizes: Mapping[str, int]) -> float:
+    """Bytes of the sectors that are fetched or written once more for each of a few elements, by
+    whatever is used across the rows and not turned."""
+    turn = turned(region)
+    done = {(u.node, u.at) for u in turn.uses} if turn is not None else set()
+    total = 0.0
+    for stage in region.stages:
+        for node, at, made in dict.fromkeys(operands(stage)):
+            if (node, at) in done or not strided(at, stage) or (is_small(node) and not made):
+                continue
+            size = node.dtype.itemsize
+            rows = [a for a in stage.rows() if a.extent != 1]
+            follow = rows and at.coefficient(rows[-1]) == 1
+            columns = stage.columns()
+            assert isinstance(columns, int)
+            shared = max(1, 32 // max(1, columns // WALKED)) if follow else 1
+            count = evaluate(product(a.extent for a in at.axes), sizes)
+            total += count * max(0.0, SECTOR / shared - size)
+    return total
+
+
+def _row_bytes(stage: Stage, node: Node) -> int:
+    columns = stage.columns()
+    assert isinstance(columns, int)
+    return columns * node.dtype.itemsize
 
 
 def check_size(stage: Stage) -> None:

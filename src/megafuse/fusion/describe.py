@@ -251,8 +251,9 @@ def _summary(
     read, written = sum(u.nbytes for u in reads), written_bytes(region, sizes)
     work = flops(region, sizes)
     kernels: tuple[str, ...] = ()
-    launches = 1
+    launches, again = 1, 0.0
     if isinstance(region, RowRegion):
+        again = cost.sectors_again(region, sizes)
         kernels = (f"mf_{region.name}",)
     tail = region.tail if isinstance(region, MatmulRegion) else None
     rows = tail.region if tail else region
@@ -260,7 +261,7 @@ def _summary(
         kernels += (f"mf_{region.name}_finish",)
         launches = 2
     dtype = None if isinstance(region, RowRegion) else region.node.dtype
-    seconds = cost.seconds(read + written, work, launches, spec, dtype)
+    seconds = cost.seconds(read + written, work, launches, spec, dtype, again)
     ops = dict.fromkeys(place(n) for n in computed(region))
     sentence = "; ".join(f"→ {w.consumer}: {w.reason}" for w in why)
     return RegionSummary(

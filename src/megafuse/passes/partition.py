@@ -90,9 +90,9 @@ def _choose(
             written.add(node)
             written |= {base_of(i) for i in node.inputs}
     kept = set()
-    if memory == "balanced":  # recomputing a product's operand would cost another store
+    if memory == "balanced":  # recomputing an operand would cost another store
         for node in joint.nodes:
-            if node.op == "matmul" and node in tainted:
+            if node.op in ("matmul", "extern") and node in tainted:
                 kept |= {base_of(i) for i in node.inputs if i not in tainted} & written
 
     kept |= {value for n in tainted if (value := _own_extreme(n)) is not None}

@@ -8,15 +8,18 @@ Before → after:
     reshape(cat) + reshape(cat')   → reshape(cat + cat')           and of every other element
     any view of a constant         → the constant in that shape
     sum(x, dims of both kinds)     → sum(sum(x, inner), outer)     inner = the trailing dims
+    sum(reshape(permute(x)))       → reshape(sum(x))               x ends in summed dims
     cast(reshape(sum(x) f32), t)   → reshape(sum(x) t)             the sum used once
     x * 1, x / 1                   → x                             exact, NaN and -0 included
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from megafuse.ir import Arg, Dim, Graph, Node, Rewriter, TensorType
+from megafuse.ir import Arg, Dim, Graph, Node, Rewriter, TensorType, as_dim
 from megafuse.ops import is_view
 
 
@@ -145,6 +148,12 @@ class Simplify(Rewriter):
                 parts.append(self.emit("sum", (part,), TensorType(shape, node.dtype), node.origin,
                                        dims=dims))  # fmt: skip
             return self.emit("cat", tuple(parts), node.type, node.origin, dim=x.attrs["dim"])
+        straight = None if _trailing(x, dims) else _unturned(x, dims)
+        if straight is not None:
+            y, own = straight
+            shape = tuple(1 if i in own else s for i, s in enumerate(y.shape))
+            total = self.emit("sum", (y,), TensorType(shape, node.dtype), node.origin, dims=own)
+            return self.emit("reshape", (total,), node.type, node.origin)
         inner = _trailing(x, dims)
         if inner and len(inner) < len(dims):
             shape = tuple(1 if i in inner else s for i, s in enumerate(x.shape))
@@ -163,6 +172,38 @@ def _nonzero(cat: Node) -> list[tuple[Dim, Node]]:
             found.append((at, part))
         at = at + part.shape[cat.attrs["dim"]]
     return found
+
+
+def _unturned(x: Node, dims: tuple[int, ...]) -> tuple[Node, tuple[int, ...]] | None:
+    """(y, dims of y) whose sum has the same elements in the same order, where `x` is a permutation
+    of y, perhaps reshaped, and y ends in dims summed over: they are then sums along rows."""
+    turned = x.inputs[0] if x.op == "reshape" else x
+    if turned.op != "permute":
+        return None
+    y, order = turned.inputs[0], turned.attrs["order"]
+    groups = _groups(turned.shape, x.shape)
+    if groups is None:
+        return None
+    own = tuple(sorted(order[i] for d in dims for i in groups[d]))
+    left = [i for i in range(len(y.shape)) if i not in own and y.shape[i] != 1]
+    kept = [order[i] for i in range(len(order)) if order[i] in left]
+    return (y, own) if kept == left and _trailing(y, own) else None
+
+
+def _groups(fine: Sequence[Dim], coarse: Sequence[Dim]) -> list[list[int]] | None:
+    """Which extents of `fine` make up each of `coarse`; None where one is cut."""
+    groups: list[list[int]] = []
+    i = 0
+    for extent in coarse:
+        groups.append([])
+        total: Dim = 1
+        while total != extent and i < len(fine):
+            total = as_dim(total * fine[i])
+            groups[-1].append(i)
+            i += 1
+        if total != extent:
+            return None
+    return groups if all(e == 1 for e in fine[i:]) else None
 
 
 def _trailing(x: Node, dims: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from megafuse.codegen.rows import RowKernel, emit_rows
 from megafuse.codegen.schedule import (
     FEWEST_WARPS,
     MANY_ROWS,
+    by_block,
     cuda_schedules,
     host_schedule,
     launch,
@@ -109,7 +110,7 @@ class RowCall:
         self.module = built.module
         self.new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()
                     if n not in kernel.inside]  # fmt: skip
-        copies = shape.parts * (kernel.schedule.teams if region.kind == "group" else 1)
+        copies = shape.parts * (kernel.schedule.teams if by_block(region, kernel.schedule) else 1)
         lengths = [copies * columns for columns in kernel.partial_columns]
         self.workspace = 4 * sum(lengths)
         fixed = {"parts": shape.parts, "chunks": shape.chunks, "span": shape.span}

@@ -190,6 +190,7 @@ MF_FN void write_one(T* p, real v) {
 #include "common.h"
 #include "team.cuh"
 #include "streams.cuh"
+#include "turn.cuh"
 #include "sums.cuh"
 
 // ---- entry points -------------------------------------------------------------------------------
