@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafuse.codegen.shelf import NARROWEST, Shelved, shelf_bytes, shelvable
+from megafuse.codegen.shelf import (
+    NARROWEST,
+    Shelved,
+    pinnable,
+    pinned_bytes,
+    shelf_bytes,
+    shelvable,
+)
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
 from megafuse.index import Axis, Coords, offset
@@ -44,7 +51,9 @@ class Schedule:
     before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
     row's intermediate values from phase to phase, where computing them again costs more; in_turn:
     parts take rows in turn, so that together they read one moving window of memory, instead of a
-    span of rows each; shelf: what a group keeps in shared memory from stage to stage."""
+    span of rows each; shelf: what a group keeps in shared memory from stage to stage; pinned: small
+    tensors it keeps there as float32 throughout; once: a mean
+    and the variance about it come out of one reduction (see moments.py)."""
 
     team: int
     teams: int
@@ -57,6 +66,8 @@ class Schedule:
     keep: bool = True
     in_turn: bool = True
     shelf: tuple[Shelved, ...] = ()
+    pinned: tuple[Node, ...] = ()
+    once: bool = True
 
     @property
     def threads(self) -> int:
@@ -74,7 +85,7 @@ def host_schedule(region: RowRegion) -> Schedule:
     for stage in region.stages:
         n = columns_of(stage)
         stages.append(StageSchedule(n, HOST_LANES, -(-n // HOST_LANES), n > HOST_CARRY))
-    return Schedule(1, 1, tuple(stages), keep=False, in_turn=False)
+    return Schedule(1, 1, tuple(stages), keep=False, in_turn=False, once=False)
 
 
 ELEMENTS = (40, 24, 8, 4, 2, 1)
@@ -110,6 +121,7 @@ FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
 ROOM = 227 * 1024 - 2048  # bytes of shared memory of a block, less what reductions exchange
+PINNED = 8_192  # elements of a tensor that a group may keep unpacked in shared memory
 ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
 
 
@@ -175,6 +187,10 @@ def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
             plain = trial
     if not plain.shelf:
         return None
+    for node, moves in pinnable(region, PINNED):
+        trial = replace(plain, pinned=(*plain.pinned, node))
+        if (moves or not plain.hold) and _shared_bytes(region, trial) <= ROOM:
+            plain = trial
     deeper = (replace(plain, depth=d) for d in range(schedule.depth, 1, -1))
     return next((s for s in deeper if _shared_bytes(region, s) <= ROOM), plain)
 
@@ -195,7 +211,7 @@ def _shared_bytes(region: RowRegion, schedule: Schedule) -> int:
     served = _served(region, schedule)
     pairs = zip(region.stages, schedule.stages, strict=True)
     rings = max(_ring_bytes(stage, layout, schedule, served) for stage, layout in pairs)
-    return shelf_bytes(schedule.shelf) + rings
+    return shelf_bytes(schedule.shelf) + pinned_bytes(schedule.pinned) + rings
 
 
 def _depth(stage: Stage, teams: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE, pointwise_cpp, rounded, scalar_cpp
+from megafuse.codegen.moments import moments
 from megafuse.codegen.schedule import StageSchedule, together
 from megafuse.codegen.streams import RowStreams, place_cpp
 from megafuse.fusion.plan import Root, Stage
@@ -31,6 +32,9 @@ class StageEmitter:
         self.keeps: dict[tuple[Node, Coords], str] = {}
         self.kept_done: set[tuple[Node, Coords]] = set()
         self.counter = 0
+        exact = layout.steps * layout.lanes * e.schedule.team == layout.columns
+        once = e.schedule.once and e.fast and not e.rounding and exact and not layout.long
+        self.moments = moments(stage, self.settle) if once else None
 
     # -- places and phases
 
@@ -71,6 +75,8 @@ class StageEmitter:
         return self.phases[node, coords]
 
     def root_phase(self, root: Root) -> int:
+        if self.moments is not None and root is self.moments[1]:
+            root = self.moments[0]
         if root.kind == "store":
             return self.phase(root.node, root.at, root.target is root.node)
         return self.phase(root.node.inputs[0], root.at)
@@ -97,6 +103,8 @@ class StageEmitter:
                 self._root(root, before, loop, memo, sums)
             for root, accumulator in sums:
                 word = {"sum": "Sum", "amax": "Max", "amin": "Min"}[root.node.op]
+                if self.moments is not None:
+                    word = "Moments"
                 before.append(f"mf::{word}<C{self.k}> {accumulator};")
             lines += before
             if loop:
@@ -111,6 +119,13 @@ class StageEmitter:
 
     def _combine(self, sums: list[tuple[Root, str]], p: int) -> list[str]:
         lines: list[str] = []
+        if self.moments is not None and sums:
+            pack = f"moments{self.k}"
+            lines.append(f"const auto {pack} = team.moments({sums[0][1]});")
+            for i, root in enumerate(self.moments):
+                name = self.scalars[root.node, root.out()] = f"{root.node.name}_"
+                lines.append(f"const mf::real {name} = {pack}[{i}];  // {root.node.origin}")
+            return lines
         for op, word in (("sum", "sum"), ("amax", "max"), ("amin", "min")):
             mine = [(r, a) for r, a in sums if r.node.op == op]
             if not mine:
@@ -149,6 +164,8 @@ class StageEmitter:
                             f"{self.streams.column(where)}, {value});{comment}")  # fmt: skip
             else:
                 before.append(f"team.store({place}, {value});{comment}")
+        elif self.moments is not None and root is self.moments[1]:
+            pass  # comes with the sum
         elif root.kind == "row":
             value = self.value(root.node.inputs[0], root.at, before, loop, memo)
             accumulator = f"{root.node.name}_acc"
@@ -244,6 +261,8 @@ class StageEmitter:
 
         for p, roots in enumerate(by_phase):
             for root in roots:
+                if self.moments is not None and root is self.moments[1]:
+                    continue
                 if root.kind == "store":
                     visit(root.node, root.at, p, True, root.target is root.node)
                 else:

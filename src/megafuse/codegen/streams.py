@@ -6,7 +6,7 @@ from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import StageSchedule, is_small, kept_axes
-from megafuse.codegen.shelf import Shelved, shelf_bytes
+from megafuse.codegen.shelf import Shelved, pinned_bytes, shelf_bytes
 from megafuse.fusion.plan import Stage
 from megafuse.index import Affine, Axis, Coords, offset
 from megafuse.ir import Node, as_dim, product
@@ -29,7 +29,7 @@ class RowStreams:
         self.written_before = {n for s in e.region.stages[:k] for n in _targets(s)}
         self.prologue: list[str] = []
         self.group_prologue: list[str] = []
-        self.rings = shelf_bytes(e.schedule.shelf)
+        self.rings = shelf_bytes(e.schedule.shelf) + pinned_bytes(e.schedule.pinned)
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.advances: list[str] = []
@@ -73,8 +73,9 @@ class RowStreams:
         key = where.column, where.run
         if key not in self.tables:
             self.tables[key] = name = f"table{self.k}_{len(self.tables)}"
-            self.prologue.append(f"const auto {name} = mf::table<C{self.k}, {where.run}>(team, "
-                                 f"{text});")  # fmt: skip
+            period = f", {where.period}" if where.period else ""
+            self.prologue.append(f"const auto {name} = mf::table<C{self.k}, {where.run}{period}>("
+                                 f"team, {text});")  # fmt: skip
         return self.tables[key]
 
     # -- how they are read
@@ -100,7 +101,10 @@ class RowStreams:
         column = self.column(where) if wide else ""
         flag = ", true" if fresh else ""
         cols = f"C{k}, {kind}, {where.run}"
-        if still is not None and not wide:
+        held = still is not None and e.schedule.hold
+        if node in e.schedule.pinned and wide and where.kind == "run" and not held:
+            self._pinned(name, node, where)
+        elif still is not None and not wide:
             still.append(f"const mf::real {name} = mf::load({pointer}[{where.row}]);")
         elif still is not None:
             word = "hold" if where.kind == "run" else "hold_splat"
@@ -152,6 +156,15 @@ class RowStreams:
             place = place_cpp(self.e.pointer(node), self.access(at))
             self.ring_fetches.append(f"{name}.fetch(team, {place}, {byte});")
         return True
+
+    def _pinned(self, name: str, node: Node, where: Access) -> None:
+        """Read `node` where the whole of it lies as float32."""
+        pinned = self.e.schedule.pinned
+        start = shelf_bytes(self.e.schedule.shelf) + pinned_bytes(pinned[: pinned.index(node)])
+        row = f" + unsigned({where.row}) * 4" if where.row != "0" else ""
+        self.prologue.append(f"auto {name} = mf::pinned<C{self.k}, {where.run}>"
+                             f"({self.column(where)});")  # fmt: skip
+        self.first.append(f"{name}.turn({start}{row});")
 
     def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""

@@ -6,15 +6,24 @@ namespace mf {
 
 // Where a column lies: a function of the column, or, where that costs a division, a table of this
 // thread's own runs. Tables, and the row's address, are hidden from the compiler: it would put the
-// index arithmetic of both together again, for every access.
+// index arithmetic of both together again, for every access. PERIOD: columns after which the offsets
+// repeat (0: never). Runs a multiple of it apart then share a register, and what is read there.
 template <class C, int RUN>
 struct Table { int off[C::steps][C::lanes / RUN]; };
-template <class C, int A, class Team, class Col>
+template <class C, int A, int PERIOD = 0, class Team, class Col>
 MF_FN auto table(const Team& team, const Col& col) {
-  constexpr int RUN = A < C::lanes ? A : C::lanes;
+  constexpr int RUN = A < C::lanes ? A : C::lanes, RUNS = C::lanes / RUN;
   Table<C, RUN> t;
   MF_STEPS(j, C)
-    MF_LANES(p, C::lanes / RUN) t.off[j][p] = ptx::hidden(col(C::column(team, j) + p * RUN));
+    MF_LANES(p, RUNS) {
+      int same = -1;  // the first run that lies whole periods before this one
+      MF_LANES(i, j * RUNS + p) {
+        const int apart = (j - i / RUNS) * C::team * C::lanes + (p - i % RUNS) * RUN;
+        if (PERIOD > 0 && same < 0 && apart % (PERIOD > 0 ? PERIOD : 1) == 0) same = i;
+      }
+      t.off[j][p] = same < 0 ? ptx::hidden(col(C::column(team, j) + p * RUN))
+                             : t.off[same / RUNS][same % RUNS];
+    }
   return t;
 }
 template <class C, class Team, class Col>
@@ -305,6 +314,42 @@ MF_FN void shelve(const Team& team, int j, unsigned to, const Col& col, const Ve
     ptx::write_shared<S::PIECE>(on_shelf(to + c * unsigned(sizeof(T))), r.w);
   }
 }
+
+// ---- small tensors in a group's shared memory, unpacked -------------------------------------------
+
+// Puts `count` elements there as float32, once for all rows. All threads of the block meet after it.
+template <class T, class Team>
+MF_FN void pin(const Team&, const T* from, int count, unsigned to) {
+  MF_DYNAMIC_SHARED(mf_shared);
+  for (int i = threadIdx.x; i < count; i += Team::THREADS)
+    ((float*)(mf_shared + to))[i] = float(load(from[i]));
+}
+
+// Reads them in aligned runs of A columns; turn(at) as for a shelf. Ordinary loads: runs that a table
+// says are the same are then read once.
+template <class C, int A, class Col>
+struct Pinned {
+  static constexpr int V = C::lanes, RUN = A < V ? A : V, PER = RUN < 4 ? RUN : 4;
+  struct alignas(4 * PER) Piece { float e[PER]; };
+  Col col;
+  unsigned row = 0;
+  MF_FN explicit Pinned(Col c) : col(c) {}
+  MF_FN void turn(unsigned at) { row = at; }
+  template <class Team>
+  MF_FN Vec<V> at(const Team& team, int j) const {
+    MF_DYNAMIC_SHARED(mf_shared);
+    Vec<V> v(0.f);
+    if (C::live(team, j) != V) return v;
+    MF_LANES(p, V / PER) {
+      const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
+      const Piece piece = *(const Piece*)(mf_shared + row + c * 4u);
+      MF_LANES(i, PER) v.e[p * PER + i] = piece.e[i];
+    }
+    return v;
+  }
+};
+template <class C, int A, class Col>
+MF_FN Pinned<C, A, Col> pinned(Col col) { return Pinned<C, A, Col>(col); }
 
 // ---- writing ------------------------------------------------------------------------------------
 

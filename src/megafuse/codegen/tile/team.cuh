@@ -32,6 +32,30 @@ template <class C> using Sum = Accumulator<C, Add>;
 template <class C> using Max = Accumulator<C, Most>;
 template <class C> using Min = Accumulator<C, Least>;
 
+// This thread's part of a row's sum and of its squared deviations, for team.moments(). Deviations
+// are from the thread's first element, which lies so near its own mean that taking the mean out of
+// their squares costs log2 of its number of elements in bits at the worst. Every thread has as many.
+template <class C>
+struct Moments {
+  static constexpr int COUNT = C::steps * C::lanes;
+  static_assert(COUNT * C::team == C::columns, "no thread may have more elements than another");
+  real first = 0, sums[2] = {0, 0}, squares[2] = {0, 0};  // even and odd lanes, as in Accumulator
+  template <class Team>
+  MF_FN void add(const Team&, int j, const Vec<C::lanes>& v) {
+    if (j == 0) first = v.e[0];
+    MF_LANES(i, C::lanes) {
+      const real d = v.e[i] - first;
+      sums[i % 2] += d;
+      squares[i % 2] = scalar::fma(d, d, squares[i % 2]);
+    }
+  }
+  MF_FN real total() const { return scalar::fma(first, real(COUNT), sums[0] + sums[1]); }
+  MF_FN real spread() const {
+    const real s = sums[0] + sums[1];
+    return scalar::fma(-s, s * real(1. / COUNT), squares[0] + squares[1]);
+  }
+};
+
 struct alignas(16) Four { real e[4]; };  // read 16 bytes at a time
 
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
@@ -70,6 +94,31 @@ struct Team {
   MF_FN Pack<sizeof...(A)> max(const A&... a) const { return reduce<Most>(pack(a.total()...)); }
   template <class... A>
   MF_FN Pack<sizeof...(A)> min(const A&... a) const { return reduce<Least>(pack(a.total()...)); }
+
+  // The row's sum, and its squared deviations from its mean: pairs of equal parts are put together
+  // (Chan, Golub and LeVeque), whose means differ by what their sums differ over their count.
+  template <class C>
+  MF_FN Pack<2> moments(const Moments<C>& a) const {
+    constexpr int OWN = Moments<C>::COUNT;
+    Pack<2> r = {{a.total(), a.spread()}};
+    MF_UNROLL for (int o = 1; o < LANES; o *= 2) {
+      const real sum = __shfl_xor_sync(mask(), r.e[0], o), apart = r.e[0] - sum;
+      r.e[1] = scalar::fma(apart * real(.5 / (OWN * o)), apart,
+                           r.e[1] + __shfl_xor_sync(mask(), r.e[1], o));
+      r.e[0] += sum;
+    }
+    if constexpr (WARPS > 1) {
+      const real(*all)[2] = gather(r);
+      r = {{all[0][0], all[0][1]}};
+      MF_UNROLL for (int w = 1; w < WARPS; ++w) {  // w warps' parts and one more
+        const real apart = scalar::fma(all[w][0], real(-w), r.e[0]);
+        r.e[1] = scalar::fma(apart * real(1. / (32. * OWN * w * (w + 1))), apart,
+                             r.e[1] + all[w][1]);
+        r.e[0] += all[w][0];
+      }
+    }
+    return r;
+  }
 
   // One thread writes a row's value.
   template <class T>
@@ -132,6 +181,16 @@ struct Team {
       MF_LANES(k, K) r.e[k] = __shfl_sync(mask(), v, k * (WIDTH / power_of_two(K)), LANES);
     }
     return r;
+  }
+
+  // Every warp's pair, in the team's exchange buffer: see reduce().
+  MF_FN const real (*gather(const Pack<2>& mine) const)[2] {
+    __shared__ real exchange[2][TEAMS][WARPS][2];
+    real(*own)[2] = exchange[phase][index()];
+    phase ^= 1;
+    if ((threadIdx.x & 31) < 2) own[rank() / 32][threadIdx.x & 1] = mine.e[threadIdx.x & 1];
+    barrier();
+    return own;
   }
 
   template <class Op, int K>
