@@ -216,6 +216,8 @@ class RowStreams:
         if ring:
             lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{",
                         *indent(unpack), *indent(self.ring_fetches), "};"]  # fmt: skip
+        if e.region.group and not end.isdecimal():
+            end = f"int({end})"  # a group's rows are few
         turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
@@ -239,9 +241,10 @@ class RowStreams:
         k = self.k
         again = f"turns{k}.fetch(team, row_of{k}, scalars{k});"
         over = " ".join([*(f"{name}.turn();" for name in self.turns), again])
+        index = ", int" if self.e.region.group else ""
         before = [f"const auto scalars{k} = [&](const {row}& q) {{", *indent(unpack),
                   *indent(list(self.turns.values())), "};",
-                  f"mf::Turns<Team> turns{k}({rows});", again]  # fmt: skip
+                  f"mf::Turns<Team{index}> turns{k}({rows});", again]  # fmt: skip
         picks = [f"{name}.pick(team, turns{k}.lane);" for name in self.turns]
         return before, [*self.advances, f"if (turns{k}.over()) {{ {over} }}", *picks]
 

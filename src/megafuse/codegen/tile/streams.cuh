@@ -159,8 +159,8 @@ MF_FN auto ring(Col col) { return Ring<C, T, A, DEPTH, OFFSET, THREADS, LAZY, Co
 // mf::rows with rings. fetch_ring starts the copies of a row; body(row, copies) calls copies() once,
 // when it has read what it reads from the nearest cache: loads come back in order, and those would
 // wait behind the copies' way to memory.
-template <int DEPTH, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
-MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
+template <int DEPTH, class I, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
+MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of, const Fetch& fetch,
                      const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
   if (begin >= end) return;
   MF_UNROLL for (int d = 0; d < DEPTH - 1; ++d) {
@@ -170,7 +170,7 @@ MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fe
   auto next = row_of(begin);
   fetch(next);
   int read = 0, fill = DEPTH - 1;  // slots, the same in every ring
-  MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
+  MF_KEEP_ROWS for (I r = begin; r < end; r += step) {
     const auto row = next;
     ptx::copy_wait<DEPTH - 2>();
     advance(read);
@@ -280,8 +280,8 @@ struct Shelf {
     MF_STEPS(j, C)
       if (C::live(team, j) == V)
         MF_LANES(p, V / PER) {
-          const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
-          ptx::copy_async<PIECE>(on_shelf(to + c * unsigned(sizeof(T))), from + c);
+          const int c = place<C>(team, col, j, p * PER / RUN * RUN), i = p * PER % RUN;
+          ptx::copy_async<PIECE>(on_shelf(to + (c + i) * unsigned(sizeof(T))), from + c + i);
         }
   }
   MF_FN void turn(unsigned at) { row = on_shelf(at); }
