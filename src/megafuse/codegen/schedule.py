@@ -46,8 +46,8 @@ class StageSchedule:
 class Schedule:
     """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
     blocks a multiprocessor must be able to hold, which caps a thread's registers; depth: rows of
-    the streamed tensors on their way in shared memory (0: registers); lazy: they are read from
-    there in every phase instead of once; ahead: without a ring, the next row's loads are issued
+    the streamed tensors at hand and on their way in shared memory (0: in registers); lazy: the row
+    at hand stays there and is read in every phase, instead of once into registers; ahead: without a ring, the next row's loads are issued
     before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
     row's intermediate values from phase to phase, where computing them again costs more; in_turn:
     parts take rows in turn, so that together they read one moving window of memory, instead of a
@@ -72,6 +72,11 @@ class Schedule:
     @property
     def threads(self) -> int:
         return self.team * self.teams
+
+    @property
+    def slots(self) -> int:
+        """Rows that a ring has room for."""
+        return self.depth if self.lazy else self.depth - 1
 
 
 def columns_of(stage: Stage) -> int:
@@ -280,7 +285,7 @@ def _ring_bytes(
     if layout.long:
         return 0
     moving = sum(dtype.itemsize for dtype, varies in _streams(stage, served) if varies)
-    return schedule.depth * schedule.threads * layout.steps * layout.lanes * moving
+    return max(schedule.slots, 0) * schedule.threads * layout.steps * layout.lanes * moving
 
 
 def _layout(stage: Stage, team: int, widest: int = WIDEST) -> StageSchedule:

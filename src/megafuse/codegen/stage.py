@@ -14,7 +14,7 @@ from megafuse.index import Coords, offset, operand_coords
 from megafuse.ir import Node
 from megafuse.ops import is_reduction, is_view, pointwise
 
-KEPT = 4
+KEPT = 3
 """Instructions an element from which on keeping a value pays for the register it takes."""
 
 

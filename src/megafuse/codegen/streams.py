@@ -175,11 +175,11 @@ class RowStreams:
             return False
         self.prologue.append(
             f"auto {name} = mf::ring<C{self.k}, {CPP_TYPE[node.dtype]}, {where.run}, "
-            f"{schedule.depth}, {self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
+            f"{self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
             f"({self.column(where)});"
         )
         row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
-        self.rings += schedule.depth * row
+        self.rings += schedule.slots * row
         self.ring_fetches.append(f"{name}.fetch(team, {place}, slot);")
         self.advances.append(f"{name}.advance(team, slot);")
         return True
@@ -221,7 +221,7 @@ class RowStreams:
         turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
-            word = f"rows_ring<{e.schedule.depth}>"
+            word = f"rows_ring<{e.schedule.depth - 1}, {e.schedule.slots}>"
         also, slot = (f", fetch_ring{k}", "(int slot)") if ring else ("", "")
         return [
             f"struct {row} {{ {fields} }};",

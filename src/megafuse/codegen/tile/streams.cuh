@@ -9,7 +9,7 @@ namespace mf {
 // index arithmetic of both together again, for every access. PERIOD: columns after which the offsets
 // repeat (0: never). Runs a multiple of it apart then share a register, and what is read there.
 template <class C, int RUN>
-struct Table { int off[C::steps][C::lanes / RUN]; };
+struct Table { unsigned off[C::steps][C::lanes / RUN]; };
 template <class C, int A, int PERIOD = 0, class Team, class Col>
 MF_FN auto table(const Team& team, const Col& col) {
   constexpr int RUN = A < C::lanes ? A : C::lanes, RUNS = C::lanes / RUN;
@@ -21,7 +21,7 @@ MF_FN auto table(const Team& team, const Col& col) {
         const int apart = (j - i / RUNS) * C::team * C::lanes + (p - i % RUNS) * RUN;
         if (PERIOD > 0 && same < 0 && apart % (PERIOD > 0 ? PERIOD : 1) == 0) same = i;
       }
-      t.off[j][p] = same < 0 ? ptx::hidden(col(C::column(team, j) + p * RUN))
+      t.off[j][p] = same < 0 ? unsigned(ptx::hidden(col(C::column(team, j) + p * RUN)))
                              : t.off[same / RUNS][same % RUNS];
     }
   return t;
@@ -31,7 +31,7 @@ MF_FN auto place(const Team& team, const Col& col, int j, int i) {
   return col(C::column(team, j) + i);
 }
 template <class C, class Team, int RUN>
-MF_FN int place(const Team&, const Table<C, RUN>& t, int j, int i) { return t.off[j][i / RUN]; }
+MF_FN unsigned place(const Team&, const Table<C, RUN>& t, int j, int i) { return t.off[j][i / RUN]; }
 
 // One row's worth of a tensor in this thread's registers. Every aligned run of A columns lies
 // together in memory (SPLAT: shares the one element at its first column's offset).
@@ -89,17 +89,17 @@ MF_FN auto splat(Col col) { return Stream<C, T, A, true, FRESH, Col>(col); }
 #define MF_DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) unsigned char NAME[]
 #endif
 
-// A tensor read along the rows with DEPTH rows on their way, in shared memory instead of registers.
+// A tensor read along the rows whose next rows are on their way in shared memory, not in registers.
 // Each thread copies and reads back its own vectors only, so no thread waits for another. OFFSET:
 // where in the block's shared memory the slots of this tensor begin. LAZY: a row is read from there
 // whenever it is used, instead of once into registers. Used inside mf::rows_ring.
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, bool LAZY, class Col>
+template <class C, class T, int A, int OFFSET, int THREADS, bool LAZY, class Col>
 struct Ring {
   static constexpr int V = C::lanes, RUN = A < V ? A : V, BYTES = RUN * int(sizeof(T));
   static constexpr int PIECE = BYTES < 16 ? BYTES : 16, PER = PIECE / int(sizeof(T));
   static constexpr int PIECES = V / PER, WORDS = PIECE / 4;
   static_assert(PIECE >= 4, "the machine copies 4 bytes at least");
-  // Slot layout [depth][step][piece][thread][PIECE]: neighbouring threads, neighbouring banks.
+  // Slot layout [slot][step][piece][thread][PIECE]: neighbouring threads, neighbouring banks.
   static constexpr int PER_PIECE = THREADS * PIECE, PER_ROW = C::steps * PIECES * PER_PIECE;
   struct Words { unsigned w[PIECES * WORDS]; };
   Col col;
@@ -153,36 +153,38 @@ struct Ring {
     return words;
   }
 };
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, bool LAZY = false, class Col>
-MF_FN auto ring(Col col) { return Ring<C, T, A, DEPTH, OFFSET, THREADS, LAZY, Col>(col); }
+template <class C, class T, int A, int OFFSET, int THREADS, bool LAZY = false, class Col>
+MF_FN auto ring(Col col) { return Ring<C, T, A, OFFSET, THREADS, LAZY, Col>(col); }
 
-// mf::rows with rings. fetch_ring starts the copies of a row; body(row, copies) calls copies() once,
+// mf::rows with rings: AHEAD rows are on their way. With as many SLOTS, a row's slot is filled again
+// once the row is in registers; lazy rings have one more, filled while the row is read. fetch_ring starts the copies of a row; body(row, copies) calls copies() once,
 // when it has read what it reads from the nearest cache: loads come back in order, and those would
 // wait behind the copies' way to memory.
-template <int DEPTH, class I, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
+template <int AHEAD, int SLOTS, class I, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
 MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of, const Fetch& fetch,
                      const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
   if (begin >= end) return;
-  MF_UNROLL for (int d = 0; d < DEPTH - 1; ++d) {
+  MF_UNROLL for (int d = 0; d < AHEAD; ++d) {
     if (begin + d * step < end) fetch_ring(row_of(begin + d * step), d);
     ptx::copy_commit();
   }
   auto next = row_of(begin);
   fetch(next);
-  int read = 0, fill = DEPTH - 1;  // slots, the same in every ring
+  int read = 0, last = SLOTS - 1;  // slots, the same in every ring
   MF_KEEP_ROWS for (I r = begin; r < end; r += step) {
     const auto row = next;
-    ptx::copy_wait<DEPTH - 2>();
+    ptx::copy_wait<AHEAD - 1>();
     advance(read);
     next = row_of(r + step < end ? r + step : r);
     fetch(next);
     body(row, [&] {
-      // The slot filled now is the one the last body read, by this very thread.
-      if (r + (DEPTH - 1) * step < end) fetch_ring(row_of(r + (DEPTH - 1) * step), fill);
+      // The slot filled now was read by this very thread, in advance() or by the last body.
+      const int fill = SLOTS == AHEAD ? read : last;
+      if (r + AHEAD * step < end) fetch_ring(row_of(r + AHEAD * step), fill);
       ptx::copy_commit();
     });
-    fill = read;
-    read = read + 1 == DEPTH ? 0 : read + 1;
+    last = read;
+    read = read + 1 == SLOTS ? 0 : read + 1;
   }
   ptx::copy_wait<0>();
 }
@@ -280,7 +282,8 @@ struct Shelf {
     MF_STEPS(j, C)
       if (C::live(team, j) == V)
         MF_LANES(p, V / PER) {
-          const int c = place<C>(team, col, j, p * PER / RUN * RUN), i = p * PER % RUN;
+          const auto c = place<C>(team, col, j, p * PER / RUN * RUN);
+          const int i = p * PER % RUN;
           ptx::copy_async<PIECE>(on_shelf(to + (c + i) * unsigned(sizeof(T))), from + c + i);
         }
   }
