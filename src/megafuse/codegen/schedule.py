@@ -52,7 +52,8 @@ class Schedule:
     row's intermediate values from phase to phase, where computing them again costs more; in_turn:
     parts take rows in turn, so that together they read one moving window of memory, instead of a
     span of rows each; shelf: what a group keeps in shared memory from stage to stage; pinned: small
-    tensors it keeps there as float32 throughout; once: a mean
+    tensors it keeps there as float32 throughout; early: a ring that brings one row at a time begins
+    with the next as soon as this one is in registers; once: a mean
     and the variance about it come out of one reduction (see moments.py)."""
 
     team: int
@@ -67,6 +68,7 @@ class Schedule:
     in_turn: bool = True
     shelf: tuple[Shelved, ...] = ()
     pinned: tuple[Node, ...] = ()
+    early: bool = True
     once: bool = True
 
     @property
@@ -119,6 +121,7 @@ MANY_ROWS = 8_192
 """From here on there are rows enough for every multiprocessor whatever the layout."""
 
 THREADS = 256  # of a block, where a row needs fewer
+CROWDED = 512  # of a group's block that has a multiprocessor to itself, with half the registers
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 LONE = 192  # threads of a row from which on a block has but one
 CROWD = 20  # warps on a multiprocessor then
@@ -155,8 +158,8 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             teams = min(teams, max(4, GROUP_THREADS // team))
         depth = max(_depth(s, teams) for s in region.stages) if way.ring else 0
         schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
-        if group and many and way.ring and (better := _with_shelf(region, schedule)) is not None:
-            yield better
+        if group and many and way.ring:
+            yield from _shelved(region, schedule, columns)
         if _shared_bytes(region, schedule) > SHARED:
             continue
         fits = all(
@@ -178,12 +181,31 @@ def _crowded(region: RowRegion, schedule: Schedule) -> Schedule:
     return replace(schedule, blocks=blocks)
 
 
-def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
-    """The same layout with what is worth it on the shelf, and the rings as deep as the room left
-    allows; None where nothing fits. A shelf as large as a multiprocessor leaves room for one block,
-    which then has all the threads."""
+def _shelved(region: RowRegion, schedule: Schedule, columns: bool) -> Iterator[Schedule]:
+    """The same with a shelf. A shelf as large as a multiprocessor leaves room for one block, which
+    then has all the threads: with column sums, whose registers each of them needs, half as many."""
+    fewest = min(_group_rows(region, s) for s in region.stages)
+    teams = CROWDED // schedule.team
+    if schedule.hold and not columns and fewest >= 2 * teams:
+        # Half the registers: parameters unpacked in shared memory, and narrow vectors.
+        narrow = tuple(_layout(s, schedule.team, widest=4) for s in region.stages)
+        crowded = replace(schedule, teams=teams, stages=narrow, hold=False)
+        if (found := with_shelf(region, crowded)) is not None:
+            yield found
     teams = max(schedule.teams, THREADS // schedule.team)
-    plain = replace(schedule, teams=teams, depth=2)
+    if (found := with_shelf(region, replace(schedule, teams=teams))) is not None:
+        yield found
+
+
+def _group_rows(region: RowRegion, stage: Stage) -> int:
+    rows = product(a.extent for a in stage.rows() if a not in region.group)
+    return rows if isinstance(rows, int) else 0
+
+
+def with_shelf(region: RowRegion, schedule: Schedule, pin: bool = True) -> Schedule | None:
+    """The same layout with what is worth it on the shelf, small tensors unpacked beside it (pin),
+    and the rings as deep as the room left allows; None where nothing fits."""
+    plain = replace(schedule, depth=2, shelf=(), pinned=())
     for item in shelvable(region):
         layout = schedule.stages[item.stage]
         narrow = not item.made and layout.lanes * item.node.dtype.itemsize < NARROWEST
@@ -192,7 +214,7 @@ def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
             plain = trial
     if not plain.shelf:
         return None
-    for node, moves in pinnable(region, PINNED):
+    for node, moves in pinnable(region, PINNED if pin else 0):
         trial = replace(plain, pinned=(*plain.pinned, node))
         if (moves or not plain.hold) and _shared_bytes(region, trial) <= ROOM:
             plain = trial

@@ -119,7 +119,7 @@ class StageEmitter:
                 after_first = len(lines)
             lines += self._combine(sums, p)
         if self.streams.ring_fetches:
-            lines.insert(after_first, "copies();")
+            lines.insert(0 if self.streams.early else after_first, "copies();")
         return lines
 
     def _combine(self, sums: list[tuple[Root, str]], p: int) -> list[str]:
@@ -254,7 +254,7 @@ class StageEmitter:
                 shift = self.shifts[key]
             else:
                 shift = self.shifts[key] = f"shift{len(self.shifts)}"
-                before.append(f"const mf::real {shift} = {m} * {s};  // {d.origin}")
+                before.append(f"const mf::real {shift} = {m} * {s};  // {d.name}: {d.origin}")
             return f"mf::fma({v}, {s}, -{shift})"
         return ""
 

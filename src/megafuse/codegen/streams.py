@@ -33,6 +33,7 @@ class RowStreams:
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.advances: list[str] = []
+        self.cached = False  # whether parameters are read again for every row
         self.first: list[str] = []  # of a row's body: where on the shelf it lies
         self.turns: dict[str, str] = {}  # scalar → its fetch
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
@@ -109,7 +110,7 @@ class RowStreams:
         elif still is not None:
             word = "hold" if where.kind == "run" else "hold_splat"
             if where.kind == "run" and (self.layout.long or not e.schedule.hold):
-                word = "long_hold"
+                word, self.cached = "long_hold", True
             still.append(f"const auto {name} = mf::{word}<{cols}{flag}>(team, {place}, {column});")
         elif self._ring(name, node, where, place):
             pass
@@ -161,10 +162,10 @@ class RowStreams:
         """Read `node` where the whole of it lies as float32."""
         pinned = self.e.schedule.pinned
         start = shelf_bytes(self.e.schedule.shelf) + pinned_bytes(pinned[: pinned.index(node)])
-        row = f" + unsigned({where.row}) * 4" if where.row != "0" else ""
-        self.prologue.append(f"auto {name} = mf::pinned<C{self.k}, {where.run}>"
+        self.prologue.append(f"auto {name} = mf::pinned<C{self.k}, {where.run}, {start}>"
                              f"({self.column(where)});")  # fmt: skip
-        self.first.append(f"{name}.turn({start}{row});")
+        if where.row != "0":
+            self.first.append(f"{name}.turn(unsigned({where.row}) * 4);")
 
     def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""
@@ -191,6 +192,15 @@ class RowStreams:
         if not moving and not fresh:
             return self.prologue
         return self.group_prologue if moving <= set(self.e.region.group) else None
+
+    @property
+    def early(self) -> bool:
+        """Whether copies of the next row start with this row. Reads that hit the nearest cache come
+        back in order, behind copies on their way to memory, so without any; and where only one row
+        is on its way, which needs all the time there is."""
+        schedule = self.e.schedule
+        alone = schedule.early and schedule.slots == 1 and not schedule.lazy
+        return alone and not self.fetches and not self.cached
 
     # -- the row loop
 

@@ -157,12 +157,15 @@ template <class C, class T, int A, int OFFSET, int THREADS, bool LAZY = false, c
 MF_FN auto ring(Col col) { return Ring<C, T, A, OFFSET, THREADS, LAZY, Col>(col); }
 
 // mf::rows with rings: AHEAD rows are on their way. With as many SLOTS, a row's slot is filled again
-// once the row is in registers; lazy rings have one more, filled while the row is read. fetch_ring starts the copies of a row; body(row, copies) calls copies() once,
-// when it has read what it reads from the nearest cache: loads come back in order, and those would
-// wait behind the copies' way to memory.
-template <int AHEAD, int SLOTS, class I, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
-MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of, const Fetch& fetch,
-                     const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
+// once the row is in registers; lazy rings have one more, filled while the row is read. fetch_ring
+// starts the copies of a row; body(row, copies) calls copies() once, when it has read what it reads
+// from the nearest cache: loads come back in order, and those would wait behind the copies' way to
+// memory.
+template <int AHEAD, int SLOTS, class I, class RowOf, class Fetch, class FetchRing, class Advance,
+          class Body>
+MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of,
+                     const Fetch& fetch, const FetchRing& fetch_ring, const Advance& advance,
+                     const Body& body) {
   if (begin >= end) return;
   MF_UNROLL for (int d = 0; d < AHEAD; ++d) {
     if (begin + d * step < end) fetch_ring(row_of(begin + d * step), d);
@@ -170,21 +173,20 @@ MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf
   }
   auto next = row_of(begin);
   fetch(next);
-  int read = 0, last = SLOTS - 1;  // slots, the same in every ring
+  int read = 0, fill = AHEAD % SLOTS;  // slots, the same in every ring
   MF_KEEP_ROWS for (I r = begin; r < end; r += step) {
     const auto row = next;
+    // The slot filled now was read by this very thread, in advance() or by the last body.
     ptx::copy_wait<AHEAD - 1>();
     advance(read);
     next = row_of(r + step < end ? r + step : r);
     fetch(next);
     body(row, [&] {
-      // The slot filled now was read by this very thread, in advance() or by the last body.
-      const int fill = SLOTS == AHEAD ? read : last;
       if (r + AHEAD * step < end) fetch_ring(row_of(r + AHEAD * step), fill);
       ptx::copy_commit();
     });
-    last = read;
-    read = read + 1 == SLOTS ? 0 : read + 1;
+    read = unsigned(read + 1) % SLOTS;
+    fill = unsigned(fill + 1) % SLOTS;
   }
   ptx::copy_wait<0>();
 }
@@ -328,9 +330,9 @@ MF_FN void pin(const Team&, const T* from, int count, unsigned to) {
     ((float*)(mf_shared + to))[i] = float(load(from[i]));
 }
 
-// Reads them in aligned runs of A columns; turn(at) as for a shelf. Ordinary loads: runs that a table
-// says are the same are then read once.
-template <class C, int A, class Col>
+// Reads them in aligned runs of A columns, from byte OFFSET on; turn(at) chooses a row, by its byte
+// from there. Ordinary loads: runs that a table says are the same are then read once.
+template <class C, int A, int OFFSET, class Col>
 struct Pinned {
   static constexpr int V = C::lanes, RUN = A < V ? A : V, PER = RUN < 4 ? RUN : 4;
   struct alignas(4 * PER) Piece { float e[PER]; };
@@ -345,14 +347,14 @@ struct Pinned {
     if (C::live(team, j) != V) return v;
     MF_LANES(p, V / PER) {
       const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
-      const Piece piece = *(const Piece*)(mf_shared + row + c * 4u);
+      const Piece piece = *(const Piece*)(mf_shared + (row + c * 4u) + OFFSET);
       MF_LANES(i, PER) v.e[p * PER + i] = piece.e[i];
     }
     return v;
   }
 };
-template <class C, int A, class Col>
-MF_FN Pinned<C, A, Col> pinned(Col col) { return Pinned<C, A, Col>(col); }
+template <class C, int A, int OFFSET, class Col>
+MF_FN Pinned<C, A, OFFSET, Col> pinned(Col col) { return Pinned<C, A, OFFSET, Col>(col); }
 
 // ---- writing ------------------------------------------------------------------------------------
 

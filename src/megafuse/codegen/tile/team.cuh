@@ -49,7 +49,10 @@ struct Moments {
       squares[i % 2] = scalar::fma(d, d, squares[i % 2]);
     }
   }
-  MF_FN real total() const { return scalar::fma(first, real(COUNT), sums[0] + sums[1]); }
+  // The sum of deviations from `base`, and of squared ones from this thread's mean.
+  MF_FN real total(real base) const {
+    return scalar::fma(first - base, real(COUNT), sums[0] + sums[1]);
+  }
   MF_FN real spread() const {
     const real s = sums[0] + sums[1];
     return scalar::fma(-s, s * real(1. / COUNT), squares[0] + squares[1]);
@@ -96,28 +99,31 @@ struct Team {
   MF_FN Pack<sizeof...(A)> min(const A&... a) const { return reduce<Least>(pack(a.total()...)); }
 
   // The row's sum, and its squared deviations from its mean: pairs of equal parts are put together
-  // (Chan, Golub and LeVeque), whose means differ by what their sums differ over their count.
+  // (Chan, Golub and LeVeque), whose means differ by what their sums differ over their count. Sums
+  // are of deviations from one element, so that a mean far from zero takes no bits of them.
   template <class C>
   MF_FN Pack<2> moments(const Moments<C>& a) const {
     constexpr int OWN = Moments<C>::COUNT;
-    Pack<2> r = {{a.total(), a.spread()}};
+    real base = __shfl_sync(mask(), a.first, 0, LANES);
+    real sum = a.total(base), squares = a.spread();
     MF_UNROLL for (int o = 1; o < LANES; o *= 2) {
-      const real sum = __shfl_xor_sync(mask(), r.e[0], o), apart = r.e[0] - sum;
-      r.e[1] = scalar::fma(apart * real(.5 / (OWN * o)), apart,
-                           r.e[1] + __shfl_xor_sync(mask(), r.e[1], o));
-      r.e[0] += sum;
+      const real other = __shfl_xor_sync(mask(), sum, o), apart = sum - other;
+      squares = scalar::fma(apart * real(.5 / (OWN * o)), apart,
+                            squares + __shfl_xor_sync(mask(), squares, o));
+      sum += other;
     }
     if constexpr (WARPS > 1) {
-      const real(*all)[2] = gather(r);
-      r = {{all[0][0], all[0][1]}};
+      const real(*all)[3] = gather(sum, squares, base);
+      sum = all[0][0], squares = all[0][1], base = all[0][2];
       MF_UNROLL for (int w = 1; w < WARPS; ++w) {  // w warps' parts and one more
-        const real apart = scalar::fma(all[w][0], real(-w), r.e[0]);
-        r.e[1] = scalar::fma(apart * real(1. / (32. * OWN * w * (w + 1))), apart,
-                             r.e[1] + all[w][1]);
-        r.e[0] += all[w][0];
+        const real other = scalar::fma(all[w][2] - base, real(32 * OWN), all[w][0]);
+        const real apart = scalar::fma(other, real(-w), sum);
+        squares = scalar::fma(apart * real(1. / (32. * OWN * w * (w + 1))), apart,
+                              squares + all[w][1]);
+        sum += other;
       }
     }
-    return r;
+    return {{scalar::fma(base, real(C::columns), sum), squares}};
   }
 
   // One thread writes a row's value.
@@ -183,12 +189,15 @@ struct Team {
     return r;
   }
 
-  // Every warp's pair, in the team's exchange buffer: see reduce().
-  MF_FN const real (*gather(const Pack<2>& mine) const)[2] {
-    __shared__ real exchange[2][TEAMS][WARPS][2];
-    real(*own)[2] = exchange[phase][index()];
+  // Every warp's three values, in an exchange buffer of its own: see reduce().
+  MF_FN const real (*gather(real a, real b, real c) const)[3] {
+    __shared__ real exchange[2][TEAMS][WARPS][3];
+    real(*own)[3] = exchange[phase][index()];
     phase ^= 1;
-    if ((threadIdx.x & 31) < 2) own[rank() / 32][threadIdx.x & 1] = mine.e[threadIdx.x & 1];
+    if ((threadIdx.x & 31) == 0) {
+      real* to = own[rank() / 32];
+      to[0] = a, to[1] = b, to[2] = c;
+    }
     barrier();
     return own;
   }
