@@ -1,10 +1,11 @@
 """How norms take fewer instructions and reductions, where all that is stored has 16 bits.
 
-A mean and its variance come out of one reduction. A variance is written as eager computes it: the sum of the row, and once that is known the sum of
-the squared deviations from its mean, which is a second reduction that waits for the first. Instead
-every thread sums deviations from its own first element, and parts are put together by their means
-(`Moments` in tile/team.cuh). Where the row's deviations are wanted afterwards, as by a norm that is
-applied at once, that would only add a subtraction: there the second pass computes what is needed.
+A mean and its variance come out of one reduction. A variance is written as eager computes it: the
+sum of the row, and once that is known the sum of the squared deviations from its mean, which is a
+second reduction that waits for the first. Instead every thread sums deviations from its own first
+element, and parts are put together by their means (`Moments` in tile/team.cuh). Where the row's
+deviations are wanted afterwards, as by a norm that is applied at once, that would only add a
+subtraction: there the second pass computes what is needed.
 
 (x - mean) * scale is x * scale - mean * scale, one instruction an element. What mean * scale loses
 when it rounds is what rounding the mean itself costs.
@@ -52,7 +53,8 @@ def scaled_once(roots: Iterable[Root], settle: Settle) -> set[Key]:
 
 
 def _uses(root: Root, settle: Settle) -> Iterator[tuple[Key, Key | None]]:
-    """(what is computed for a root, down to what is read or reduced; what uses it there, None: the root)."""
+    """(what is computed for a root, down to what is read or reduced; what uses it there, or None
+    for the root itself)."""
     start: list[tuple[Node, Coords, Key | None]] = [(root.node, root.at, None)]
     if root.kind != "store" or root.target is root.node:
         start = [(i, operand_coords(root.node, i, root.at), None) for i in root.node.inputs]

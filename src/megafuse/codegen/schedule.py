@@ -47,14 +47,14 @@ class Schedule:
     """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
     blocks a multiprocessor must be able to hold, which caps a thread's registers; depth: rows of
     the streamed tensors at hand and on their way in shared memory (0: in registers); lazy: the row
-    at hand stays there and is read in every phase, instead of once into registers; ahead: without a ring, the next row's loads are issued
-    before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
-    row's intermediate values from phase to phase, where computing them again costs more; in_turn:
-    parts take rows in turn, so that together they read one moving window of memory, instead of a
-    span of rows each; shelf: what a group keeps in shared memory from stage to stage; pinned: small
-    tensors it keeps there as float32 throughout; early: a ring that brings one row at a time begins
-    with the next as soon as this one is in registers; once: a mean
-    and the variance about it come out of one reduction (see moments.py)."""
+    at hand stays there and is read in every phase, instead of once into registers; ahead: without a
+    ring, the next row's loads are issued before this row's arithmetic; hold: parameters stay in
+    registers from row to row; keep: so do a row's intermediate values from phase to phase, where
+    computing them again costs more; in_turn: parts take rows in turn, so that together they read
+    one moving window of memory, instead of a span of rows each; shelf: what a group keeps in shared
+    memory from stage to stage; pinned: small tensors it keeps there as float32 throughout; early: a
+    ring that brings one row at a time begins with the next as soon as this one is in registers;
+    once: norms take fewer reductions and instructions, see norms.py."""
 
     team: int
     teams: int
