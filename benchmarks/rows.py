@@ -79,7 +79,7 @@ def inputs_of(plan: GraphPlan, region: RowRegion, sizes: dict[str, int]) -> dict
 def layouts(region: RowRegion) -> list[Schedule]:
     """Layouts worth timing: near-exact divisions of the row, every way of getting it there; of a
     group those with a shelf, where one fits."""
-    found = [s for plain in shelf_layouts(region) for pin in (True, False)
+    found = [s for plain, pin in shelf_layouts(region)
              if (s := with_shelf(region, plain, pin)) is not None]  # fmt: skip
     if found:
         return list(dict.fromkeys(found))
@@ -102,8 +102,9 @@ def layouts(region: RowRegion) -> list[Schedule]:
     return found
 
 
-def shelf_layouts(region: RowRegion) -> Iterator[Schedule]:
-    """Eight to twenty warps in one block, each as wide and with as many rows ahead as can be."""
+def shelf_layouts(region: RowRegion) -> Iterator[tuple[Schedule, bool]]:
+    """(layout, whether small tensors lie unpacked beside the shelf): eight to twenty warps in one
+    block, vectors of both widths, one row or more ahead, parameters in registers or not."""
     if region.kind != "group":
         return
     columns = any(r.kind == "column" for r in region.roots)
@@ -113,11 +114,14 @@ def shelf_layouts(region: RowRegion) -> Iterator[Schedule]:
     ):  # fmt: skip
         stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
         exact = all(team * x.steps * x.lanes <= 1.21 * x.columns for x in stages)
-        if not exact or (columns and team == 32):  # too many sums for a thread
+        if not exact or team == (32 if columns else 160):  # too many sums, or too many threads
             continue
-        for depth, hold, early in ((4, True, True), (4, False, True), (2, True, True),
-                                   (2, False, True), (2, True, False)):  # fmt: skip
-            yield Schedule(team, threads // team, stages, 1, depth, hold=hold, early=early)
+        for depth, hold, early, pin in (
+            (4, True, True, True), (4, False, True, True), (4, True, True, False),
+            (2, True, True, True), (2, False, True, True), (2, True, False, True),
+        ):  # fmt: skip
+            plain = Schedule(team, threads // team, stages, 1, depth, hold=hold, early=early)
+            yield plain, pin
 
 
 def _compile(job: tuple[str, list[str], str, bool]) -> Any:
