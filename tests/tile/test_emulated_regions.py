@@ -24,6 +24,7 @@ SIZES = {"s0": 3}
 WAYS = {
     "ring": dict(depth=3),
     "lazy ring": dict(depth=2, lazy=True, keep=False),
+    "early ring": dict(depth=2),
     "late ring": dict(depth=2, hold=False, early=False),
     "next row": dict(hold=False),
     "this row": dict(ahead=False, keep=False, in_turn=False),
@@ -84,7 +85,7 @@ def test_every_region(
     compare(executors, way, shelf, team, teams, lanes)
 
 
-@pytest.mark.parametrize("way", ["ring", "late ring"])
+@pytest.mark.parametrize("way", ["ring", "early ring", "late ring"])
 @pytest.mark.parametrize("team,teams,lanes", [(4, 4, 8), (64, 2, 4)])
 def test_groups_whose_rows_divide_evenly(way: str, team: int, teams: int, lanes: int) -> None:
     """Where no thread has more elements than another, statistics take one reduction; eight columns
