@@ -15,7 +15,7 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,14 @@ import torch
 
 import megafuse
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import Schedule, StageSchedule, columns_of
+from megafuse.codegen.schedule import (
+    ROOM,
+    Schedule,
+    StageSchedule,
+    _layout,
+    columns_of,
+    with_shelf,
+)
 from megafuse.fusion.describe import read_bytes, written_bytes
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import evaluate
@@ -70,8 +77,12 @@ def inputs_of(plan: GraphPlan, region: RowRegion, sizes: dict[str, int]) -> dict
 
 
 def layouts(region: RowRegion) -> list[Schedule]:
-    """Layouts worth timing: near-exact divisions of the row, every way of getting it there."""
-    found = []
+    """Layouts worth timing: near-exact divisions of the row, every way of getting it there; of a
+    group those with a shelf, where one fits."""
+    found = [s for plain, pin in shelf_layouts(region)
+             if (s := with_shelf(region, plain, pin)) is not None]  # fmt: skip
+    if found:
+        return list(dict.fromkeys(found))
     for lanes, team in itertools.product((8, 4), (32, 64, 128, 160, 320)):
         stages = []
         for stage in region.stages:
@@ -89,6 +100,28 @@ def layouts(region: RowRegion) -> list[Schedule]:
             if 128 <= team * teams <= 320:
                 found.append(Schedule(team, teams, tuple(stages), 1, depth, lazy, ahead, hold))
     return found
+
+
+def shelf_layouts(region: RowRegion) -> Iterator[tuple[Schedule, bool]]:
+    """(layout, whether small tensors lie unpacked beside the shelf): eight to twenty warps in one
+    block, vectors of both widths, one row or more ahead, parameters in registers or not."""
+    if region.kind != "group":
+        return
+    columns = any(r.kind == "column" for r in region.roots)
+    for (team, threads), lanes in itertools.product(
+        ((32, 256), (32, 384), (32, 512), (64, 256), (64, 320), (64, 384), (64, 512),
+         (160, 320), (160, 480), (160, 640)), (8, 4),
+    ):  # fmt: skip
+        stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
+        exact = all(team * x.steps * x.lanes <= 1.21 * x.columns for x in stages)
+        if not exact or team == (32 if columns else 160):  # too many sums, or too many threads
+            continue
+        for depth, hold, early, pin in (
+            (4, True, True, True), (4, False, True, True), (4, True, True, False),
+            (2, True, True, True), (2, False, True, True), (2, True, False, True),
+        ):  # fmt: skip
+            plain = Schedule(team, threads // team, stages, 1, depth, hold=hold, early=early)
+            yield plain, pin
 
 
 def _compile(job: tuple[str, list[str], str, bool]) -> Any:
@@ -147,7 +180,7 @@ def measure(
         for kernel, cubin in zip(kernels, cubins, strict=True):
             if cubin is None or any(r.spill_loads for r in cubin.resources.values()):
                 continue
-            if kernel.shared > 200_000:
+            if kernel.shared > ROOM:
                 continue
             shared = {kernel.name: kernel.shared}
             module = CudaModule(cubin, kernel.names, torch.cuda.current_device(), shared)
@@ -164,7 +197,9 @@ def measure(
         layout = (f"team {s.team}x{s.teams} lanes {','.join(str(x.lanes) for x in s.stages)} "
                   f"blocks {s.blocks}/{built.blocks_per_sm} depth {s.depth}"
                   f"{' lazy' if s.lazy else ''}{'' if s.ahead else ' now'}"
-                  f"{'' if s.hold else ' reread'}")  # fmt: skip
+                  f"{'' if s.hold else ' reread'}"
+                  f"{f' pinned {len(s.pinned)}' if s.pinned else ''}"
+                  f"{'' if s.early else ' late'}")  # fmt: skip
         cubin = built.module.cubin  # type: ignore[union-attr]
         registers = cubin.resources[built.kernel.name].registers
         results.append({"region": region.name, "kind": kind, "layout": layout, "ms": ms,
@@ -173,7 +208,7 @@ def measure(
                         "samples": samples})  # fmt: skip
     best = sorted(results, key=lambda r: r["ms"])
     for r in [x for x in results if x["kind"] == "chosen"] + best[:6]:
-        print(f"{r['region']:4}{r['kind']:7}{r['layout']:58}{r['registers']:4} regs "
+        print(f"{r['region']:4}{r['kind']:7}{r['layout']:72}{r['registers']:4} regs "
               f"{r['ms']:.4f} ms {r['bytes'] / r['ms'] / 1e9:.2f} TB/s "
               f"{100 * r['fraction']:.0f} % of copy")  # fmt: skip
     return results

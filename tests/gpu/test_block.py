@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import block_case, count_plans, step
+from support import assert_close_to_float64, block_case, count_plans, step
 
 import megafuse
 from megafuse import Options
@@ -33,6 +33,26 @@ def test_policy(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     report = check_cases(candidate(shape, dtype).make, seeds, float32=False)
     assert report.passed, str(report)
     assert len(report.stages[0].tensors) == 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(520, 32, 256, 2), (520, 16, 480, 2), (130, 64, 1280, 2)], ids=str
+)
+def test_policy_in_layouts_for_many_rows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Shelves, unpacked parameters and one reduction for both moments; even rows and odd ones."""
+    report = check_cases(candidate(shape, dtype).make, range(2), float32=False)
+    assert report.passed, str(report)
+
+
+def test_rows_far_from_zero() -> None:
+    """Means of a hundred deviations, constant rows, rows that begin with an outlier."""
+    case = block_case((520, 32, 256, 2), torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        case.args[0].add_(100)
+        case.args[0][:, ::5] = 7
+        case.args[0][:, 1::5, 0] = 3000
+    assert_close_to_float64(case.module, case.args, upstream=[case.grad_output])
 
 
 def test_eager_rounding() -> None:

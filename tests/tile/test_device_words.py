@@ -194,3 +194,50 @@ struct r{count} {{
 }};
 MF_KERNEL(r{count})
 """
+
+
+@pytest.mark.parametrize("team,lanes,steps", [(1, 4, 3), (4, 4, 3), (32, 8, 5), (96, 4, 2)])
+def test_moments_in_one_reduction(team: int, lanes: int, steps: int) -> None:
+    """Sum and squared deviations: of numbers far from zero, of rows that begin with an outlier, and
+    exactly nothing for a constant row; the same in all threads."""
+    columns = team * lanes * steps
+    shape = Shape(columns, lanes, team, 2)
+    random = np.random.default_rng(team)
+    x = random.standard_normal((4, columns)).astype(np.float32)
+    x[1] += 3000
+    x[2, 0], x[3] = 1e4, 1 / 3
+    x = aligned(x)
+    seen = aligned(np.full((4, 2, team), np.nan, np.float32))
+    launch = emulate(both_moments(shape), shape, ["moments"])
+    launch("moments", [address(x), address(seen), 4, 0])
+    np.testing.assert_array_equal(seen, seen[:, :, :1].repeat(team, 2))
+    wide = x.astype(np.float64)
+    squares = ((wide - wide.mean(1, keepdims=True)) ** 2).sum(1)
+    # The mean to half a unit of the row's largest element, whichever element that is.
+    assert (np.abs(seen[:, 0, 0] - wide.sum(1)) <= columns * np.abs(wide).max(1) * 2.0**-24).all()
+    np.testing.assert_allclose(seen[:3, 1, 0], squares[:3], rtol=2e-6)
+    assert seen[3, 1, 0] <= 1e-9 * columns
+
+
+def both_moments(shape: Shape) -> str:
+    return f"""
+struct moments {{
+  {shape.head()}
+  struct Args {{ const float* x; float* seen; i64 parts; i64 unused; }};
+  MF_FN static void run(const Team& team, const Args& a) {{
+    using C = {shape.cols()};
+    using E = mf::Cols<{shape.team}, 1, {shape.team}, 1>;
+    const auto same = [](int c) {{ return c; }};
+    auto x = mf::stream<C, float, {shape.run}>(same);
+    x.fetch(team, a.x + team.part() * {shape.columns});
+    x.advance();
+    mf::Moments<C> both;
+    MF_STEPS(j, C) both.add(team, j, x.at(team, j));
+    const auto got = team.moments(both);
+    float* to = a.seen + team.part() * {2 * shape.team};
+    mf::store<E, float, 1>(team, 0, to, same, mf::Vec<1>(got[0]));
+    mf::store<E, float, 1>(team, 0, to + {shape.team}, same, mf::Vec<1>(got[1]));
+  }}
+}};
+MF_KERNEL(moments)
+"""

@@ -12,7 +12,7 @@ from test_device_words import emulated_module
 
 import megafuse
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import Schedule, _layout, _with_shelf, by_block
+from megafuse.codegen.schedule import Schedule, _layout, by_block, with_shelf
 from megafuse.fusion.plan import RowRegion
 from megafuse.ir import evaluate
 from megafuse.runtime.built import BuiltRegion
@@ -24,6 +24,8 @@ SIZES = {"s0": 3}
 WAYS = {
     "ring": dict(depth=3),
     "lazy ring": dict(depth=2, lazy=True, keep=False),
+    "early ring": dict(depth=2),
+    "late ring": dict(depth=2, hold=False, early=False),
     "next row": dict(hold=False),
     "this row": dict(ahead=False, keep=False, in_turn=False),
 }
@@ -31,7 +33,11 @@ WAYS = {
 
 @pytest.fixture(scope="module")
 def executors() -> list[Executor]:
-    case = block_case(SHAPE, torch.bfloat16)
+    return built(*SHAPE)
+
+
+def built(*shape: int) -> list[Executor]:
+    case = block_case(shape, torch.bfloat16)
     compiled = megafuse.fuse(case.module).build(*case.args, **case.kwargs)
     assert compiled is not None and compiled.forward and compiled.backward
     return [compiled.forward, compiled.backward]
@@ -76,6 +82,20 @@ def results(
 def test_every_region(
     executors: list[Executor], way: str, shelf: bool, team: int, teams: int, lanes: int
 ) -> None:
+    compare(executors, way, shelf, team, teams, lanes)
+
+
+@pytest.mark.parametrize("way", ["ring", "early ring", "late ring"])
+@pytest.mark.parametrize("team,teams,lanes", [(4, 4, 8), (64, 2, 4)])
+def test_groups_whose_rows_divide_evenly(way: str, team: int, teams: int, lanes: int) -> None:
+    """Where no thread has more elements than another, statistics take one reduction; eight columns
+    a token are read in aligned runs that repeat."""
+    compare(built(3, 32, 256, 2), way, True, team, teams, lanes)
+
+
+def compare(
+    executors: list[Executor], way: str, shelf: bool, team: int, teams: int, lanes: int
+) -> None:
     for executor in executors:
         for region in executor.plan.regions:
             if not isinstance(region, RowRegion):
@@ -83,7 +103,7 @@ def test_every_region(
             stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
             schedule = Schedule(team, teams, stages, **WAYS[way])  # type: ignore[arg-type]
             if shelf:
-                found = _with_shelf(region, schedule)
+                found = with_shelf(region, schedule)
                 if found is None:
                     assert region.kind != "group"
                     continue

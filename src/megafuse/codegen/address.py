@@ -65,6 +65,7 @@ class Access:
         the column at all.
     run: how many consecutive columns, aligned at multiples of it, lie together (kind "run") or
         share one element (kind "splat").
+    period: the offset is the same so many columns further on; 0 where it never repeats.
     """
 
     row: str
@@ -72,6 +73,7 @@ class Access:
     run: int
     kind: Literal["run", "splat"]
     symbolic_column: bool = False
+    period: int = 0
 
 
 def access(
@@ -114,4 +116,5 @@ def access(
         names.insert(0, (text if len(merged) == 1 else f"({text})", stride))
         inner *= extent
     symbolic = any(not isinstance(s, int) for s, _ in merged)
-    return Access(row, sum_cpp(names), run, kind, symbolic)
+    period = inner // merged[0][1] if merged[0][0] == 0 else 0
+    return Access(row, sum_cpp(names), run, kind, symbolic, period)

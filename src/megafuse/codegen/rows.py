@@ -15,6 +15,7 @@ from megafuse.codegen.address import access, decompose, dim_cpp, sum_cpp
 from megafuse.codegen.emitter import Arg, Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import Schedule, by_block, shared_sums, together
+from megafuse.codegen.shelf import pinned_bytes, shelf_bytes
 from megafuse.codegen.stage import StageEmitter
 from megafuse.fusion.plan import RowRegion
 from megafuse.fusion.walks import kept_axes
@@ -69,6 +70,7 @@ def emit_rows(
     for axis, text in zip(kept, decompose("kept", _extents(kept)), strict=True):
         body.append(f"const i64 {e.axis(axis)} = {text};")
     programs = [s.program() for s in stages]
+    body += _pin(e)
     for s in stages:
         body += s.streams.prologue
     if group:
@@ -124,6 +126,16 @@ def emit_rows(
             shared_sums(region, schedule) if together(region, schedule) else 0),
         frozenset(s.node for s in schedule.shelf if s.alone),
     )  # fmt: skip
+
+
+def _pin(e: Emitter) -> list[str]:
+    """Small tensors brought into shared memory, before anything reads them there."""
+    start, lines = shelf_bytes(e.schedule.shelf), []
+    for node in e.schedule.pinned:
+        size = dim_cpp(product(node.shape))
+        lines.append(f"mf::pin(team, {e.pointer(node)}, {size}, {start});")
+        start += pinned_bytes([node])
+    return [*lines, "team.block_sync();"] if lines else []
 
 
 def is_fast(region: RowRegion) -> bool:

@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megafuse.codegen.shelf import NARROWEST, Shelved, shelf_bytes, shelvable
+from megafuse.codegen.shelf import (
+    NARROWEST,
+    Shelved,
+    pinnable,
+    pinned_bytes,
+    shelf_bytes,
+    shelvable,
+)
 from megafuse.codegen.turn import ROOM, Tile, tile_for
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import RowRegion, Stage
@@ -40,13 +47,16 @@ class StageSchedule:
 class Schedule:
     """team: threads that share a row; teams: of a block; stages: one layout each; blocks: how many
     blocks a multiprocessor must be able to hold, which caps a thread's registers; depth: rows of
-    the streamed tensors on their way in shared memory (0: registers); lazy: they are read from
-    there in every phase instead of once; ahead: without a ring, the next row's loads are issued
-    before this row's arithmetic; hold: parameters stay in registers from row to row; keep: so do a
-    row's intermediate values from phase to phase, where computing them again costs more; in_turn:
-    parts take rows in turn, so that together they read one moving window of memory, instead of a
-    span of rows each; shelf: what a group keeps in shared memory from stage to stage; tile: rows
-    that a block takes together, to turn what lies across them."""
+    the streamed tensors at hand and on their way in shared memory (0: in registers); lazy: the row
+    at hand stays there and is read in every phase, instead of once into registers; ahead: without a
+    ring, the next row's loads are issued before this row's arithmetic; hold: parameters stay in
+    registers from row to row; keep: so do a row's intermediate values from phase to phase, where
+    computing them again costs more; in_turn: parts take rows in turn, so that together they read
+    one moving window of memory, instead of a span of rows each; shelf: what a group keeps in shared
+    memory from stage to stage; tile: rows that a block takes together, to turn what lies across
+    them; pinned: small tensors a group keeps in shared memory as float32 throughout; early: a ring
+    that brings one row at a time begins with the next as soon as this one is in registers; once:
+    norms take fewer reductions and instructions, see norms.py."""
 
     team: int
     teams: int
@@ -60,10 +70,18 @@ class Schedule:
     in_turn: bool = True
     shelf: tuple[Shelved, ...] = ()
     tile: Tile | None = None
+    pinned: tuple[Node, ...] = ()
+    early: bool = True
+    once: bool = True
 
     @property
     def threads(self) -> int:
         return self.team * self.teams
+
+    @property
+    def slots(self) -> int:
+        """Rows that a ring has room for."""
+        return self.depth if self.lazy else self.depth - 1
 
 
 def columns_of(stage: Stage) -> int:
@@ -77,7 +95,7 @@ def host_schedule(region: RowRegion) -> Schedule:
     for stage in region.stages:
         n = columns_of(stage)
         stages.append(StageSchedule(n, HOST_LANES, -(-n // HOST_LANES), n > HOST_CARRY))
-    return Schedule(1, 1, tuple(stages), keep=False, in_turn=False)
+    return Schedule(1, 1, tuple(stages), keep=False, in_turn=False, once=False)
 
 
 ELEMENTS = (40, 24, 8, 4, 2, 1)
@@ -106,6 +124,7 @@ MANY_ROWS = 8_192
 """From here on there are rows enough for every multiprocessor whatever the layout."""
 
 THREADS = 256  # of a block, where a row needs fewer
+CROWDED = 512  # of a group's block that has a multiprocessor to itself, with half the registers
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 LONE = 192  # threads of a row from which on a block has but one
 CROWD = 20  # warps on a multiprocessor then
@@ -117,6 +136,7 @@ TILED_WAYS = (
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
 SHARED = 200_000  # bytes of rings a block may have
+PINNED = 8_192  # elements of a tensor that a group may keep unpacked in shared memory
 ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
 
 
@@ -147,8 +167,8 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             teams = min(teams, max(4, GROUP_THREADS // team))
         depth = max(_depth(s, teams) for s in region.stages) if way.ring else 0
         schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
-        if group and many and way.ring and (better := _with_shelf(region, schedule)) is not None:
-            yield better
+        if group and many and way.ring:
+            yield from _shelved(region, schedule, columns)
         if _shared_bytes(region, schedule) > SHARED:
             continue
         fits = all(
@@ -185,12 +205,31 @@ def _crowded(region: RowRegion, schedule: Schedule) -> Schedule:
     return replace(schedule, blocks=blocks)
 
 
-def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
-    """The same layout with what is worth it on the shelf, and the rings as deep as the room left
-    allows; None where nothing fits. A shelf as large as a multiprocessor leaves room for one block,
-    which then has all the threads."""
+def _shelved(region: RowRegion, schedule: Schedule, columns: bool) -> Iterator[Schedule]:
+    """The same with a shelf. A shelf as large as a multiprocessor leaves room for one block, which
+    then has all the threads: with column sums, whose registers each of them needs, half as many."""
+    fewest = min(_group_rows(region, s) for s in region.stages)
+    teams = CROWDED // schedule.team
+    if schedule.hold and not columns and fewest >= 2 * teams:
+        # Half the registers: parameters unpacked in shared memory, and narrow vectors.
+        narrow = tuple(_layout(s, schedule.team, widest=4) for s in region.stages)
+        crowded = replace(schedule, teams=teams, stages=narrow, hold=False)
+        if (found := with_shelf(region, crowded)) is not None:
+            yield found
     teams = max(schedule.teams, THREADS // schedule.team)
-    plain = replace(schedule, teams=teams, depth=2)
+    if (found := with_shelf(region, replace(schedule, teams=teams))) is not None:
+        yield found
+
+
+def _group_rows(region: RowRegion, stage: Stage) -> int:
+    rows = product(a.extent for a in stage.rows() if a not in region.group)
+    return rows if isinstance(rows, int) else 0
+
+
+def with_shelf(region: RowRegion, schedule: Schedule, pin: bool = True) -> Schedule | None:
+    """The same layout with what is worth it on the shelf, small tensors unpacked beside it (pin),
+    and the rings as deep as the room left allows; None where nothing fits."""
+    plain = replace(schedule, depth=2, shelf=(), pinned=())
     for item in shelvable(region):
         layout = schedule.stages[item.stage]
         narrow = not item.made and layout.lanes * item.node.dtype.itemsize < NARROWEST
@@ -199,6 +238,10 @@ def _with_shelf(region: RowRegion, schedule: Schedule) -> Schedule | None:
             plain = trial
     if not plain.shelf:
         return None
+    for node, moves in pinnable(region, PINNED if pin else 0):
+        trial = replace(plain, pinned=(*plain.pinned, node))
+        if (moves or not plain.hold) and _shared_bytes(region, trial) <= ROOM:
+            plain = trial
     deeper = (replace(plain, depth=d) for d in range(schedule.depth, 1, -1))
     return next((s for s in deeper if _shared_bytes(region, s) <= ROOM), plain)
 
@@ -219,7 +262,7 @@ def _shared_bytes(region: RowRegion, schedule: Schedule) -> int:
     served = _served(region, schedule)
     pairs = zip(region.stages, schedule.stages, strict=True)
     rings = max(_ring_bytes(stage, layout, schedule, served) for stage, layout in pairs)
-    return shelf_bytes(schedule.shelf) + rings
+    return shelf_bytes(schedule.shelf) + pinned_bytes(schedule.pinned) + rings
 
 
 def _depth(stage: Stage, teams: int) -> int:
@@ -279,7 +322,7 @@ def _ring_bytes(
     if layout.long:
         return 0
     moving = sum(dtype.itemsize for dtype, varies in _streams(stage, served) if varies)
-    return schedule.depth * schedule.threads * layout.steps * layout.lanes * moving
+    return max(schedule.slots, 0) * schedule.threads * layout.steps * layout.lanes * moving
 
 
 def _layout(stage: Stage, team: int, widest: int = WIDEST) -> StageSchedule:

@@ -168,5 +168,32 @@ def _fits(at: Affine, region: RowRegion, columns: int, total: int) -> bool:
     return low < columns and const + sum(c * (a.extent - 1) for a, c in terms) < total
 
 
+def pinnable(region: RowRegion, most: int) -> list[tuple[Node, bool]]:
+    """Tensors of `most` elements or fewer that a group could keep in shared memory throughout, as
+    float32: (node, whether rows read it at different places)."""
+    if region.kind != "group":
+        return []
+    written = {r.target for r in region.roots}
+    found: dict[Node, bool] = {}
+    for k, root in _roots(region):
+        cols = region.stages[k].settled_cols()
+        for read in root.reads:
+            at, size = offset(read.coords, read.node.shape), product(read.node.shape)
+            small = isinstance(size, int) and size <= most and read.node.dtype.is_floating_point
+            if small and read.node not in written and cols and at.coefficient(cols[-1]) == 1:
+                moves = bool(at.axes - set(cols))
+                found[read.node] = found.get(read.node, False) or moves
+    return list(found.items())
+
+
+def pinned_bytes(nodes: Iterable[Node]) -> int:
+    total = 0
+    for node in nodes:
+        size = product(node.shape)
+        assert isinstance(size, int)
+        total += -(-size // 4) * 16
+    return total
+
+
 def shelf_bytes(shelf: Iterable[Shelved]) -> int:
     return sum(s.nbytes for s in shelf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE, pointwise_cpp, rounded, scalar_cpp
+from megafuse.codegen.norms import moments, scaled_once
 from megafuse.codegen.schedule import StageSchedule, together
 from megafuse.codegen.streams import RowStreams, place_cpp
 from megafuse.codegen.turning import COLUMN
@@ -15,7 +16,7 @@ from megafuse.index import Coords, offset, operand_coords
 from megafuse.ir import Node
 from megafuse.ops import is_reduction, is_view, pointwise
 
-KEPT = 4
+KEPT = 3
 """Instructions an element from which on keeping a value pays for the register it takes."""
 
 
@@ -32,7 +33,15 @@ class StageEmitter:
         self.phases: dict[tuple[Node, Coords], int] = {}
         self.keeps: dict[tuple[Node, Coords], str] = {}
         self.kept_done: set[tuple[Node, Coords]] = set()
+        self.shifts: dict[tuple[Node, Coords], str] = {}
         self.counter = 0
+        exact = layout.steps * layout.lanes * e.schedule.team == layout.columns
+        loose = e.schedule.once and e.fast and not e.rounding
+        self.moments = None
+        if loose and exact and not layout.long:
+            self.moments = moments(stage, self.settle)
+        needed = [r for r in stage.roots if self.moments is None or r is not self.moments[1]]
+        self.scaled = scaled_once(needed, self.settle) if loose else set()
 
     # -- places and phases
 
@@ -73,6 +82,8 @@ class StageEmitter:
         return self.phases[node, coords]
 
     def root_phase(self, root: Root) -> int:
+        if self.moments is not None and root is self.moments[1]:
+            root = self.moments[0]
         if root.kind == "store":
             return self.phase(root.node, root.at, root.target is root.node)
         return self.phase(root.node.inputs[0], root.at)
@@ -99,6 +110,8 @@ class StageEmitter:
                 self._root(root, before, loop, memo, sums)
             for root, accumulator in sums:
                 word = {"sum": "Sum", "amax": "Max", "amin": "Min"}[root.node.op]
+                if self.moments is not None:
+                    word = "Moments"
                 before.append(f"mf::{word}<C{self.k}> {accumulator};")
             lines += before
             if loop:
@@ -108,11 +121,18 @@ class StageEmitter:
                 after_first = len(lines)
             lines += self._combine(sums, p)
         if self.streams.ring_fetches:
-            lines.insert(after_first, "copies();")
+            lines.insert(0 if self.streams.early else after_first, "copies();")
         return lines
 
     def _combine(self, sums: list[tuple[Root, str]], p: int) -> list[str]:
         lines: list[str] = []
+        if self.moments is not None and sums:
+            pack = f"moments{self.k}"
+            lines.append(f"const auto {pack} = team.moments({sums[0][1]});")
+            for i, root in enumerate(self.moments):
+                name = self.scalars[root.node, root.out()] = f"{root.node.name}_"
+                lines.append(f"const mf::real {name} = {pack}[{i}];  // {root.node.origin}")
+            return lines
         for op, word in (("sum", "sum"), ("amax", "max"), ("amin", "min")):
             mine = [(r, a) for r, a in sums if r.node.op == op]
             if not mine:
@@ -156,6 +176,8 @@ class StageEmitter:
                             f"{self.streams.column(where)}, {value});{comment}")  # fmt: skip
             else:
                 before.append(f"team.store({place}, {value});{comment}")
+        elif self.moments is not None and root is self.moments[1]:
+            pass  # comes with the sum
         elif root.kind == "row":
             value = self.value(root.node.inputs[0], root.at, before, loop, memo)
             accumulator = f"{root.node.name}_acc"
@@ -194,14 +216,16 @@ class StageEmitter:
         if key in self.keeps and key in self.kept_done:
             memo[key] = self._name(f"{self.keeps[key]}.at(j)", node, loop)
             return memo[key]
-        args = [
-            self.value(a, operand_coords(node, a, coords), before, loop, memo)
-            if isinstance(a, Node) else scalar_cpp(a)
-            for a in node.args
-        ]  # fmt: skip
-        text = self._spell(node, args)
-        if text == args[0]:
-            return text
+        text = self._scaled(node, coords, before, loop, memo)
+        if not text:
+            args = [
+                self.value(a, operand_coords(node, a, coords), before, loop, memo)
+                if isinstance(a, Node) else scalar_cpp(a)
+                for a in node.args
+            ]  # fmt: skip
+            text = self._spell(node, args)
+            if text == args[0]:
+                return text
         wide = self.wide(node, coords) and any(self._is_wide(a, node, coords) for a in node.inputs)
         if not wide:
             name = f"{node.name}_{len(self.scalars)}"
@@ -213,6 +237,40 @@ class StageEmitter:
             loop.append(f"{self.keeps[key]}.put(j, {name});")
             self.kept_done.add(key)
         return name
+
+    def _scaled(self, node: Node, coords: Coords, before: list[str], loop: list[str],
+                memo: dict[tuple[Node, Coords], str]) -> str:  # fmt: skip
+        """(x - mean) * scale as one instruction, where `node` is that and the last two are the same
+        for all elements of a row, or for runs of them; else nothing."""
+        if node.op != "mul" or len(node.inputs) != 2:
+            return ""
+        sides = [self.settle(i, operand_coords(node, i, coords)) for i in node.inputs]
+        for (d, at, what), scale in (sides, sides[::-1]):
+            if what != "compute" or (d, at) not in self.scaled or (d, at) in self.keeps:
+                continue
+            if len(d.inputs) != 2:
+                continue
+            x, mean = (self.settle(i, operand_coords(d, i, at)) for i in d.inputs)
+            if not (self._is_even(mean) and self._is_even(scale)) or self._is_even(x):
+                continue
+            v, m, s = (self.value(n, c, before, loop, memo) for n, c, _ in (x, mean, scale))
+            key = (d, at)
+            if self.wide(*mean[:2]) or self.wide(*scale[:2]):
+                shift = self._name(f"({m} * {s})", d, loop)
+            elif key in self.shifts:
+                shift = self.shifts[key]
+            else:
+                shift = self.shifts[key] = f"shift{len(self.shifts)}"
+                before.append(f"const mf::real {shift} = {m} * {s};  // {d.name}: {d.origin}")
+            return f"mf::fma({v}, {s}, -{shift})"
+        return ""
+
+    def _is_even(self, found: tuple[Node, Coords, str]) -> bool:
+        """Whether a value is the same for all elements of a row, or read for runs of them."""
+        node, coords, what = found
+        if not self.wide(node, coords):
+            return True
+        return what == "leaf" and self.streams.access(offset(coords, node.shape)).kind == "splat"
 
     def _is_wide(self, node: Node, user: Node, coords: Coords) -> bool:
         node, coords, what = self.settle(node, operand_coords(user, node, coords))
@@ -251,6 +309,8 @@ class StageEmitter:
 
         for p, roots in enumerate(by_phase):
             for root in roots:
+                if self.moments is not None and root is self.moments[1]:
+                    continue
                 if root.kind == "store":
                     visit(root.node, root.at, p, True, root.target is root.node)
                 else:

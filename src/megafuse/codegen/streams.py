@@ -6,7 +6,7 @@ from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import StageSchedule
-from megafuse.codegen.shelf import Shelved, shelf_bytes
+from megafuse.codegen.shelf import Shelved, pinned_bytes, shelf_bytes
 from megafuse.codegen.turning import COLUMN, FIRST, Turning
 from megafuse.fusion.plan import Stage
 from megafuse.fusion.rules.turn import Turned
@@ -33,10 +33,12 @@ class RowStreams:
         self.prologue: list[str] = []
         self.group_prologue: list[str] = []
         tile = e.schedule.tile
-        self.rings = shelf_bytes(e.schedule.shelf) + (tile.nbytes if tile is not None else 0)
+        self.rings = shelf_bytes(e.schedule.shelf) + pinned_bytes(e.schedule.pinned)
+        self.rings += tile.nbytes if tile is not None else 0
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
         self.advances: list[str] = []
+        self.cached = False  # whether parameters are read again for every row
         self.first: list[str] = []  # of a row's body: where on the shelf it lies
         self.turns: dict[str, str] = {}  # scalar → its fetch
         self.leaves: dict[tuple[Node, Coords], tuple[str, bool]] = {}
@@ -63,8 +65,9 @@ class RowStreams:
         key = where.column, where.run
         if key not in self.tables:
             self.tables[key] = name = f"table{self.k}_{len(self.tables)}"
-            self.prologue.append(f"const auto {name} = mf::table<C{self.k}, {where.run}>(team, "
-                                 f"{text});")  # fmt: skip
+            period = f", {where.period}" if where.period else ""
+            self.prologue.append(f"const auto {name} = mf::table<C{self.k}, {where.run}{period}>("
+                                 f"team, {text});")  # fmt: skip
         return self.tables[key]
 
     # -- how they are read
@@ -90,12 +93,15 @@ class RowStreams:
         column = self.column(where) if wide else ""
         flag = ", true" if fresh else ""
         cols = f"C{k}, {kind}, {where.run}"
-        if still is not None and not wide:
+        held = still is not None and e.schedule.hold
+        if node in e.schedule.pinned and wide and where.kind == "run" and not held:
+            self._pinned(name, node, where)
+        elif still is not None and not wide:
             still.append(f"const mf::real {name} = mf::load({pointer}[{where.row}]);")
         elif still is not None:
             word = "hold" if where.kind == "run" else "hold_splat"
             if where.kind == "run" and (self.layout.long or not e.schedule.hold):
-                word = "long_hold"
+                word, self.cached = "long_hold", True
             still.append(f"const auto {name} = mf::{word}<{cols}{flag}>(team, {place}, {column});")
         elif self._ring(name, node, where, place):
             pass
@@ -153,6 +159,15 @@ class RowStreams:
             self.ring_fetches.append(f"{name}.fetch(team, {place}, {byte});")
         return True
 
+    def _pinned(self, name: str, node: Node, where: Access) -> None:
+        """Read `node` where the whole of it lies as float32."""
+        pinned = self.e.schedule.pinned
+        start = shelf_bytes(self.e.schedule.shelf) + pinned_bytes(pinned[: pinned.index(node)])
+        self.prologue.append(f"auto {name} = mf::pinned<C{self.k}, {where.run}, {start}>"
+                             f"({self.column(where)});")  # fmt: skip
+        if where.row != "0":
+            self.first.append(f"{name}.turn(unsigned({where.row}) * 4);")
+
     def _ring(self, name: str, node: Node, where: Access, place: str) -> bool:
         """Stream through shared memory where the schedule says so and copies are wide enough."""
         schedule, layout = self.e.schedule, self.layout
@@ -162,11 +177,11 @@ class RowStreams:
             return False
         self.prologue.append(
             f"auto {name} = mf::ring<C{self.k}, {CPP_TYPE[node.dtype]}, {where.run}, "
-            f"{schedule.depth}, {self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
+            f"{self.rings}, {schedule.threads}, {str(schedule.lazy).lower()}>"
             f"({self.column(where)});"
         )
         row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
-        self.rings += schedule.depth * row
+        self.rings += schedule.slots * row
         self.ring_fetches.append(f"{name}.fetch(team, {place}, slot);")
         self.advances.append(f"{name}.advance(team, slot);")
         return True
@@ -178,6 +193,15 @@ class RowStreams:
         if not moving and not fresh:
             return self.prologue
         return self.group_prologue if moving <= set(self.e.region.group) else None
+
+    @property
+    def early(self) -> bool:
+        """Whether copies of the next row start with this row. Reads that hit the nearest cache come
+        back in order, behind copies on their way to memory, so without any; and where only one row
+        is on its way, which needs all the time there is."""
+        schedule = self.e.schedule
+        alone = schedule.early and schedule.slots == 1 and not schedule.lazy
+        return alone and not self.fetches and not self.cached
 
     # -- the row loop
 
@@ -204,10 +228,12 @@ class RowStreams:
         if ring:
             lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{",
                         *indent(unpack), *indent(self.ring_fetches), "};"]  # fmt: skip
+        if e.region.group and not end.isdecimal():
+            end = f"int({end})"  # a group's rows are few
         turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
-            word = f"rows_ring<{e.schedule.depth}>"
+            word = f"rows_ring<{e.schedule.depth - 1}, {e.schedule.slots}>"
         also, slot = (f", fetch_ring{k}", "(int slot)") if ring else ("", "")
         return [
             f"struct {row} {{ {fields} }};",
@@ -227,9 +253,10 @@ class RowStreams:
         k = self.k
         again = f"turns{k}.fetch(team, row_of{k}, scalars{k});"
         over = " ".join([*(f"{name}.turn();" for name in self.turns), again])
+        index = ", int" if self.e.region.group else ""
         before = [f"const auto scalars{k} = [&](const {row}& q) {{", *indent(unpack),
                   *indent(list(self.turns.values())), "};",
-                  f"mf::Turns<Team> turns{k}({rows});", again]  # fmt: skip
+                  f"mf::Turns<Team{index}> turns{k}({rows});", again]  # fmt: skip
         picks = [f"{name}.pick(team, turns{k}.lane);" for name in self.turns]
         return before, [*self.advances, f"if (turns{k}.over()) {{ {over} }}", *picks]
 

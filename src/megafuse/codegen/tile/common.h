@@ -202,15 +202,15 @@ struct Keep {
 // lane one row, and a whole turn of rows ahead. Used inside advance():
 //   if (turns.over()) { x.turn(); turns.fetch(team, row_of, fetch); }   // fetch(row): x.fetch(...)
 //   x.pick(team, turns.lane);
-template <class Team>
+template <class Team, class I = i64>
 struct Turns {
-  i64 next, end, step;
+  I next, end, step;
   int lane = Team::LANES - 1;  // whose row it is
-  MF_FN Turns(i64 b, i64 e, i64 s) : next(b), end(e), step(s) {}
+  MF_FN Turns(I b, I e, I s) : next(b), end(e), step(s) {}
   template <class RowOf, class Fetch>
   MF_FN void fetch(const Team& team, const RowOf& row_of, const Fetch& fetch_row) {
     if (next >= end) return;
-    const i64 mine = next + team.lane() * step;
+    const I mine = next + team.lane() * step;
     fetch_row(row_of(mine < end ? mine : end - 1));
     next += Team::LANES * step;
   }
@@ -226,13 +226,14 @@ struct Turns {
 //   fetch(row)  starts the loads of a row in every stream
 //   advance()   makes what was fetched the current row
 //   body(row)   computes and stores
-template <class RowOf, class Fetch, class Advance, class Body>
-MF_FN void rows(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
+// Counted in the type of `begin`: where a group has the rows, an int.
+template <class I, class RowOf, class Fetch, class Advance, class Body>
+MF_FN void rows(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of, const Fetch& fetch,
                 const Advance& advance, const Body& body) {
   if (begin >= end) return;
   auto next = row_of(begin);
   fetch(next);
-  MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
+  MF_KEEP_ROWS for (I r = begin; r < end; r += step) {
     const auto row = next;
     advance();
     // The last row is fetched once more: behind a branch the loads would wait for this row's
@@ -244,10 +245,10 @@ MF_FN void rows(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& 
 }
 
 // mf::rows without the look-ahead: half the registers, for when many warps hide the loads.
-template <class RowOf, class Fetch, class Advance, class Body>
-MF_FN void rows_now(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
+template <class I, class RowOf, class Fetch, class Advance, class Body>
+MF_FN void rows_now(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of, const Fetch& fetch,
                     const Advance& advance, const Body& body) {
-  MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
+  MF_KEEP_ROWS for (I r = begin; r < end; r += step) {
     const auto row = row_of(r);
     fetch(row);
     advance();

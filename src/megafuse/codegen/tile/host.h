@@ -289,7 +289,7 @@ template <class C, class T, int A, bool FRESH = false, class Col>
 MF_FN Stream<C, T, A, true, Col> long_splat(Col col) { return {col}; }
 
 // On a GPU a table of the columns' places; here they are computed.
-template <class C, int A, class Team, class Col>
+template <class C, int A, int PERIOD = 0, class Team, class Col>
 MF_FN Col table(const Team&, Col col) { return col; }
 
 // A tensor that every row reads at the same place: parameters.

@@ -6,15 +6,24 @@ namespace mf {
 
 // Where a column lies: a function of the column, or, where that costs a division, a table of this
 // thread's own runs. Tables, and the row's address, are hidden from the compiler: it would put the
-// index arithmetic of both together again, for every access.
+// index arithmetic of both together again, for every access. PERIOD: columns after which the offsets
+// repeat (0: never). Runs a multiple of it apart then share a register, and what is read there.
 template <class C, int RUN>
-struct Table { int off[C::steps][C::lanes / RUN]; };
-template <class C, int A, class Team, class Col>
+struct Table { unsigned off[C::steps][C::lanes / RUN]; };
+template <class C, int A, int PERIOD = 0, class Team, class Col>
 MF_FN auto table(const Team& team, const Col& col) {
-  constexpr int RUN = A < C::lanes ? A : C::lanes;
+  constexpr int RUN = A < C::lanes ? A : C::lanes, RUNS = C::lanes / RUN;
   Table<C, RUN> t;
   MF_STEPS(j, C)
-    MF_LANES(p, C::lanes / RUN) t.off[j][p] = ptx::hidden(col(C::column(team, j) + p * RUN));
+    MF_LANES(p, RUNS) {
+      int same = -1;  // the first run that lies whole periods before this one
+      MF_LANES(i, j * RUNS + p) {
+        const int apart = (j - i / RUNS) * C::team * C::lanes + (p - i % RUNS) * RUN;
+        if (PERIOD > 0 && same < 0 && apart % (PERIOD > 0 ? PERIOD : 1) == 0) same = i;
+      }
+      t.off[j][p] = same < 0 ? unsigned(ptx::hidden(col(C::column(team, j) + p * RUN)))
+                             : t.off[same / RUNS][same % RUNS];
+    }
   return t;
 }
 template <class C, class Team, class Col>
@@ -22,7 +31,7 @@ MF_FN auto place(const Team& team, const Col& col, int j, int i) {
   return col(C::column(team, j) + i);
 }
 template <class C, class Team, int RUN>
-MF_FN int place(const Team&, const Table<C, RUN>& t, int j, int i) { return t.off[j][i / RUN]; }
+MF_FN unsigned place(const Team&, const Table<C, RUN>& t, int j, int i) { return t.off[j][i / RUN]; }
 
 // One row's worth of a tensor in this thread's registers. Every aligned run of A columns lies
 // together in memory (SPLAT: shares the one element at its first column's offset).
@@ -80,17 +89,17 @@ MF_FN auto splat(Col col) { return Stream<C, T, A, true, FRESH, Col>(col); }
 #define MF_DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) unsigned char NAME[]
 #endif
 
-// A tensor read along the rows with DEPTH rows on their way, in shared memory instead of registers.
+// A tensor read along the rows whose next rows are on their way in shared memory, not in registers.
 // Each thread copies and reads back its own vectors only, so no thread waits for another. OFFSET:
 // where in the block's shared memory the slots of this tensor begin. LAZY: a row is read from there
 // whenever it is used, instead of once into registers. Used inside mf::rows_ring.
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, bool LAZY, class Col>
+template <class C, class T, int A, int OFFSET, int THREADS, bool LAZY, class Col>
 struct Ring {
   static constexpr int V = C::lanes, RUN = A < V ? A : V, BYTES = RUN * int(sizeof(T));
   static constexpr int PIECE = BYTES < 16 ? BYTES : 16, PER = PIECE / int(sizeof(T));
   static constexpr int PIECES = V / PER, WORDS = PIECE / 4;
   static_assert(PIECE >= 4, "the machine copies 4 bytes at least");
-  // Slot layout [depth][step][piece][thread][PIECE]: neighbouring threads, neighbouring banks.
+  // Slot layout [slot][step][piece][thread][PIECE]: neighbouring threads, neighbouring banks.
   static constexpr int PER_PIECE = THREADS * PIECE, PER_ROW = C::steps * PIECES * PER_PIECE;
   struct Words { unsigned w[PIECES * WORDS]; };
   Col col;
@@ -144,36 +153,40 @@ struct Ring {
     return words;
   }
 };
-template <class C, class T, int A, int DEPTH, int OFFSET, int THREADS, bool LAZY = false, class Col>
-MF_FN auto ring(Col col) { return Ring<C, T, A, DEPTH, OFFSET, THREADS, LAZY, Col>(col); }
+template <class C, class T, int A, int OFFSET, int THREADS, bool LAZY = false, class Col>
+MF_FN auto ring(Col col) { return Ring<C, T, A, OFFSET, THREADS, LAZY, Col>(col); }
 
-// mf::rows with rings. fetch_ring starts the copies of a row; body(row, copies) calls copies() once,
-// when it has read what it reads from the nearest cache: loads come back in order, and those would
-// wait behind the copies' way to memory.
-template <int DEPTH, class RowOf, class Fetch, class FetchRing, class Advance, class Body>
-MF_FN void rows_ring(i64 begin, i64 end, i64 step, const RowOf& row_of, const Fetch& fetch,
-                     const FetchRing& fetch_ring, const Advance& advance, const Body& body) {
+// mf::rows with rings: AHEAD rows are on their way. With as many SLOTS, a row's slot is filled again
+// once the row is in registers; lazy rings have one more, filled while the row is read. fetch_ring
+// starts the copies of a row; body(row, copies) calls copies() once, when it has read what it reads
+// from the nearest cache: loads come back in order, and those would wait behind the copies' way to
+// memory.
+template <int AHEAD, int SLOTS, class I, class RowOf, class Fetch, class FetchRing, class Advance,
+          class Body>
+MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of,
+                     const Fetch& fetch, const FetchRing& fetch_ring, const Advance& advance,
+                     const Body& body) {
   if (begin >= end) return;
-  MF_UNROLL for (int d = 0; d < DEPTH - 1; ++d) {
+  MF_UNROLL for (int d = 0; d < AHEAD; ++d) {
     if (begin + d * step < end) fetch_ring(row_of(begin + d * step), d);
     ptx::copy_commit();
   }
   auto next = row_of(begin);
   fetch(next);
-  int read = 0, fill = DEPTH - 1;  // slots, the same in every ring
-  MF_KEEP_ROWS for (i64 r = begin; r < end; r += step) {
+  int read = 0, fill = AHEAD % SLOTS;  // slots, the same in every ring
+  MF_KEEP_ROWS for (I r = begin; r < end; r += step) {
     const auto row = next;
-    ptx::copy_wait<DEPTH - 2>();
+    // The slot filled now was read by this very thread, in advance() or by the last body.
+    ptx::copy_wait<AHEAD - 1>();
     advance(read);
     next = row_of(r + step < end ? r + step : r);
     fetch(next);
     body(row, [&] {
-      // The slot filled now is the one the last body read, by this very thread.
-      if (r + (DEPTH - 1) * step < end) fetch_ring(row_of(r + (DEPTH - 1) * step), fill);
+      if (r + AHEAD * step < end) fetch_ring(row_of(r + AHEAD * step), fill);
       ptx::copy_commit();
     });
-    fill = read;
-    read = read + 1 == DEPTH ? 0 : read + 1;
+    read = unsigned(read + 1) % SLOTS;
+    fill = unsigned(fill + 1) % SLOTS;
   }
   ptx::copy_wait<0>();
 }
@@ -271,8 +284,9 @@ struct Shelf {
     MF_STEPS(j, C)
       if (C::live(team, j) == V)
         MF_LANES(p, V / PER) {
-          const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
-          ptx::copy_async<PIECE>(on_shelf(to + c * unsigned(sizeof(T))), from + c);
+          const auto c = place<C>(team, col, j, p * PER / RUN * RUN);
+          const int i = p * PER % RUN;
+          ptx::copy_async<PIECE>(on_shelf(to + (c + i) * unsigned(sizeof(T))), from + c + i);
         }
   }
   MF_FN void turn(unsigned at) { row = on_shelf(at); }
@@ -305,6 +319,42 @@ MF_FN void shelve(const Team& team, int j, unsigned to, const Col& col, const Ve
     ptx::write_shared<S::PIECE>(on_shelf(to + c * unsigned(sizeof(T))), r.w);
   }
 }
+
+// ---- small tensors in a group's shared memory, unpacked -------------------------------------------
+
+// Puts `count` elements there as float32, once for all rows. All threads of the block meet after it.
+template <class T, class Team>
+MF_FN void pin(const Team&, const T* from, int count, unsigned to) {
+  MF_DYNAMIC_SHARED(mf_shared);
+  for (int i = threadIdx.x; i < count; i += Team::THREADS)
+    ((float*)(mf_shared + to))[i] = float(load(from[i]));
+}
+
+// Reads them in aligned runs of A columns, from byte OFFSET on; turn(at) chooses a row, by its byte
+// from there. Ordinary loads: runs that a table says are the same are then read once.
+template <class C, int A, int OFFSET, class Col>
+struct Pinned {
+  static constexpr int V = C::lanes, RUN = A < V ? A : V, PER = RUN < 4 ? RUN : 4;
+  struct alignas(4 * PER) Piece { float e[PER]; };
+  Col col;
+  unsigned row = 0;
+  MF_FN explicit Pinned(Col c) : col(c) {}
+  MF_FN void turn(unsigned at) { row = at; }
+  template <class Team>
+  MF_FN Vec<V> at(const Team& team, int j) const {
+    MF_DYNAMIC_SHARED(mf_shared);
+    Vec<V> v(0.f);
+    if (C::live(team, j) != V) return v;
+    MF_LANES(p, V / PER) {
+      const int c = place<C>(team, col, j, p * PER / RUN * RUN) + p * PER % RUN;
+      const Piece piece = *(const Piece*)(mf_shared + (row + c * 4u) + OFFSET);
+      MF_LANES(i, PER) v.e[p * PER + i] = piece.e[i];
+    }
+    return v;
+  }
+};
+template <class C, int A, int OFFSET, class Col>
+MF_FN Pinned<C, A, OFFSET, Col> pinned(Col col) { return Pinned<C, A, OFFSET, Col>(col); }
 
 // ---- writing ------------------------------------------------------------------------------------
 

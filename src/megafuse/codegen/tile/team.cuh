@@ -32,6 +32,33 @@ template <class C> using Sum = Accumulator<C, Add>;
 template <class C> using Max = Accumulator<C, Most>;
 template <class C> using Min = Accumulator<C, Least>;
 
+// This thread's part of a row's sum and of its squared deviations, for team.moments(). Deviations
+// are from the thread's first element, which lies so near its own mean that taking the mean out of
+// their squares costs log2 of its number of elements in bits at the worst. Every thread has as many.
+template <class C>
+struct Moments {
+  static constexpr int COUNT = C::steps * C::lanes;
+  static_assert(COUNT * C::team == C::columns, "no thread may have more elements than another");
+  real first = 0, sums[2] = {0, 0}, squares[2] = {0, 0};  // even and odd lanes, as in Accumulator
+  template <class Team>
+  MF_FN void add(const Team&, int j, const Vec<C::lanes>& v) {
+    if (j == 0) first = v.e[0];
+    MF_LANES(i, C::lanes) {
+      const real d = v.e[i] - first;
+      sums[i % 2] += d;
+      squares[i % 2] = scalar::fma(d, d, squares[i % 2]);
+    }
+  }
+  // The sum of deviations from `base`, and of squared ones from this thread's mean.
+  MF_FN real total(real base) const {
+    return scalar::fma(first - base, real(COUNT), sums[0] + sums[1]);
+  }
+  MF_FN real spread() const {
+    const real s = sums[0] + sums[1];
+    return scalar::fma(-s, s * real(1. / COUNT), squares[0] + squares[1]);
+  }
+};
+
 struct alignas(16) Four { real e[4]; };  // read 16 bytes at a time
 
 constexpr int power_of_two(int n) { return n <= 1 ? 1 : 2 * power_of_two((n + 1) / 2); }
@@ -70,6 +97,34 @@ struct Team {
   MF_FN Pack<sizeof...(A)> max(const A&... a) const { return reduce<Most>(pack(a.total()...)); }
   template <class... A>
   MF_FN Pack<sizeof...(A)> min(const A&... a) const { return reduce<Least>(pack(a.total()...)); }
+
+  // The row's sum, and its squared deviations from its mean: pairs of equal parts are put together
+  // (Chan, Golub and LeVeque), whose means differ by what their sums differ over their count. Sums
+  // are of deviations from one element, so that a mean far from zero takes no bits of them.
+  template <class C>
+  MF_FN Pack<2> moments(const Moments<C>& a) const {
+    constexpr int OWN = Moments<C>::COUNT;
+    real base = __shfl_sync(mask(), a.first, 0, LANES);
+    real sum = a.total(base), squares = a.spread();
+    MF_UNROLL for (int o = 1; o < LANES; o *= 2) {
+      const real other = __shfl_xor_sync(mask(), sum, o), apart = sum - other;
+      squares = scalar::fma(apart * real(.5 / (OWN * o)), apart,
+                            squares + __shfl_xor_sync(mask(), squares, o));
+      sum += other;
+    }
+    if constexpr (WARPS > 1) {
+      const real(*all)[3] = gather(sum, squares, base);
+      sum = all[0][0], squares = all[0][1], base = all[0][2];
+      MF_UNROLL for (int w = 1; w < WARPS; ++w) {  // w warps' parts and one more
+        const real other = scalar::fma(all[w][2] - base, real(32 * OWN), all[w][0]);
+        const real apart = scalar::fma(other, real(-w), sum);
+        squares = scalar::fma(apart * real(1. / (32. * OWN * w * (w + 1))), apart,
+                              squares + all[w][1]);
+        sum += other;
+      }
+    }
+    return {{scalar::fma(base, real(C::columns), sum), squares}};
+  }
 
   // One thread writes a row's value.
   template <class T>
@@ -132,6 +187,19 @@ struct Team {
       MF_LANES(k, K) r.e[k] = __shfl_sync(mask(), v, k * (WIDTH / power_of_two(K)), LANES);
     }
     return r;
+  }
+
+  // Every warp's three values, in an exchange buffer of its own: see reduce().
+  MF_FN const real (*gather(real a, real b, real c) const)[3] {
+    __shared__ real exchange[2][TEAMS][WARPS][3];
+    real(*own)[3] = exchange[phase][index()];
+    phase ^= 1;
+    if ((threadIdx.x & 31) == 0) {
+      real* to = own[rank() / 32];
+      to[0] = a, to[1] = b, to[2] = c;
+    }
+    barrier();
+    return own;
   }
 
   template <class Op, int K>
