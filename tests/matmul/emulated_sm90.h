@@ -125,6 +125,7 @@ inline void landed(u32 barrier, u32 bytes) {
   emulated::settle(b);
 }
 inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z) {
+  emulated::touch();
   emulated::copies.push_back([=] {
     u32 bytes = 0;
     each_element(map, to, x, y, z, [&](unsigned char* here, char* there) {
@@ -135,6 +136,7 @@ inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, in
   });
 }
 inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  emulated::touch();
   if (to % 16 || u64(from) % 16 || bytes % 16) emulated::fail("a misaligned bulk copy");
   emulated::copies.push_back([=] {
     std::memcpy(place(to), from, bytes);
@@ -142,6 +144,7 @@ inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
   });
 }
 inline void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
+  emulated::touch();
   emulated::stores[emulated::self->number].open.push_back([=] {
     each_element(map, from, x, y, z, [&](unsigned char* here, char* there) {
       if (there) std::memcpy(there, here, 2);
@@ -194,6 +197,7 @@ inline void load_matrices(u32 from, u32& a, u32& b, u32& c, u32& d) {
   emulated::meet_warp();
 }
 inline void load_if(u32 (&w)[4], const void* from, bool wanted) {
+  emulated::touch();
   if (wanted && u64(from) % 16) emulated::fail("a misaligned load");
   if (wanted) std::memcpy(w, from, 16); else std::memset(w, 0, 16);
 }

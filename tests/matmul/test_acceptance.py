@@ -20,6 +20,7 @@ from megafuse.errors import UnsupportedError
 from megafuse.fusion.plan import MatmulRegion, Operand
 from megafuse.runtime import matmul as runtime
 from megafuse.runtime.cuda import DriverError
+from megafuse.runtime.launch import Grid, config
 from megafuse.runtime.matmul import cut_of, spec_of
 from megafuse.runtime.product import MapLayout, Product, View, accepts, map_layout, product_of
 
@@ -165,7 +166,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.kernel_params = b""
+        self.kernel_params, self.early = b"", 0
         self.refusals: list[int] = []
 
     def encode(self, at: int, *rest: Any) -> int:
@@ -183,8 +184,8 @@ class FakeDriver:
     def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
         """As ctypes passes them on: each is already what the driver's prototype says."""
         assert len(config) == 56 and isinstance(function, ctypes.c_void_p) and not extra
-        *numbers, stream, attributes, count = struct.unpack("=7I4x2QI4x", bytes(config))
-        assert (attributes, count) == (0, 0)
+        *numbers, stream, _, count = struct.unpack("=7I4x2QI4x", bytes(config))
+        self.early = count
         self.calls.append(("launch", function.value, *numbers, stream))
         self.kernel_params = ctypes.string_at(params[0], 640)
         return self.refusals.pop() if self.refusals else 0
@@ -197,6 +198,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     class Loaded:
         handle, context = ctypes.c_void_p(99), None
 
+        def __init__(self, kernel: Any, device: int, debug: bool, serial: bool) -> None:
+            self.module, self.shared, self.early = self, kernel.shared_bytes, not serial
+
+        def entry(self, name: str, grid: Grid, block: int) -> tuple[int, bytes]:
+            return 99, config(grid, block, self.shared, self.early)
+
     class Current:
         def __init__(self, context: object) -> None: ...
 
@@ -204,7 +211,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(runtime, "_load", lambda *_: Loaded())
+    monkeypatch.setattr(runtime, "_load", Loaded)
     monkeypatch.setattr(runtime, "_entry_points", lambda: fake)
     monkeypatch.setattr(runtime.cuda, "_Current", Current)
     properties = type("Properties", (), {"multi_processor_count": 132})
@@ -241,6 +248,7 @@ def test_maps_are_encoded_once_and_then_readdressed(driver: FakeDriver) -> None:
     assert head[:4] == (0x4000, 0, 4 * H, 0)
     assert head[4:] == (B, 2 * H, 8, 20, 8 * 20 * 64, 20, 1, 1, 0, 1)
 
+    assert driver.early == 1
     driver.calls.clear()
     matmul.launch(0x1000, 0x2000, 0x3000, 0, [0x4000])
     assert [(c[0], c[-1]) for c in driver.calls] == [("launch", 0)]

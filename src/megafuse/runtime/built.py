@@ -21,7 +21,7 @@ from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import Node, evaluate
 from megafuse.runtime.cuda import Cubin, CudaModule, compile_cubin
 from megafuse.runtime.host import HostModule
-from megafuse.runtime.launch import Grid, config
+from megafuse.runtime.launch import Grid
 from megafuse.runtime.native import Launch, Patch
 
 SHARED_BYTES = 233_472
@@ -164,10 +164,10 @@ class RowCall:
         args = struct.pack(f"={len(self.args)}q", *self.args)
         result = []
         for name, grid, block in self.kernels:
-            function, shared = self.module.entry(name)
             if 0 not in grid:
-                what, how = f"{name} {grid} x {block}", config(grid, block, shared)
-                result.append(Launch(what, function, how, args, tuple(patches)))
+                what = f"{name} {grid} x {block}"
+                entry = self.module.entry(name, grid, block)
+                result.append(Launch(what, *entry, args, tuple(patches)))
         return result
 
 

@@ -97,7 +97,8 @@ class Executor:
         arch, debug = self.spec.arch, options.debug
         kernel, cubin = emit_cuda(self.plan, region, rounding, arch, debug, sizes)
         shared = {kernel.name: kernel.shared}
-        cuda = CudaModule(cubin, kernel.names, self.device.index, shared)
+        device, serial = self.device.index, options.serial
+        cuda = CudaModule(cubin, kernel.names, device, shared, serial)
         return BuiltRegion(region, kernel, cuda, blocks_per_sm(kernel, cubin, self.spec))
 
     def kernel(self, region: RowRegion, sizes: Mapping[str, int]) -> BuiltRegion:
@@ -226,7 +227,8 @@ class Executor:
         product = product_of(region, sizes)
         if accepts(product, self.spec.arch) is not None:
             return None
-        return Matmul(product, self.device.index, debug=self.options.debug)
+        debug, serial = self.options.debug, self.options.serial
+        return Matmul(product, self.device.index, debug=debug, serial=serial)
 
     def _extern_step(self, region: ExternRegion, sizes: Mapping[str, int]) -> Step:
         node, items, device = region.node, region.items, self.device

@@ -28,7 +28,7 @@ from megafuse.codegen.matmul import (
 from megafuse.codegen.tiles import Cut, TileConfig, cycles, k_blocks, ranked, whole_splits
 from megafuse.errors import UnsupportedError
 from megafuse.runtime import cuda
-from megafuse.runtime.launch import Prepared, config, entry_point
+from megafuse.runtime.launch import Prepared, entry_point
 from megafuse.runtime.native import Launch, Patch
 from megafuse.runtime.product import (
     ALIGNMENT,
@@ -77,27 +77,24 @@ def compile_matmul(kernel: MatmulKernel, *, debug: bool = False) -> cuda.Cubin:
 
 
 @functools.cache
-def _load(kernel: MatmulKernel, device: int, debug: bool) -> _Loaded:
-    return _Loaded(kernel, device, debug)
+def _load(kernel: MatmulKernel, device: int, debug: bool, serial: bool) -> _Loaded:
+    return _Loaded(kernel, device, debug, serial)
 
 
 class _Loaded:
     """A product's kernels on one device, the first allowed its shared memory."""
 
-    def __init__(self, kernel: MatmulKernel, device: int, debug: bool) -> None:
-        self.module = cuda.CudaModule(compile_matmul(kernel, debug=debug), kernel.names, device)
+    def __init__(self, kernel: MatmulKernel, device: int, debug: bool, serial: bool) -> None:
+        cubin, shared = compile_matmul(kernel, debug=debug), {kernel.name: kernel.shared_bytes}
+        self.module = cuda.CudaModule(cubin, kernel.names, device, shared, serial)
         self.handle = self.module._kernels[kernel.name].handle
         self.context = self.module._context
-        with cuda._Current(self.context):
-            _check(_entry_points().allow_shared(self.handle, _DYNAMIC_SHARED, kernel.shared_bytes),
-                   f"asking for {kernel.shared_bytes} bytes of shared memory")  # fmt: skip
 
 
 # ---- launching -----------------------------------------------------------------------------------
 
 _MAP_BYTES, _MAPS = 128, 4  # of gemm.cuh's Args: a, b, c, tensor
 _REST = struct.Struct(f"={2 * MAX_ROWS}q10i")  # row pointers, row strides, ten integers
-_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 
@@ -134,6 +131,7 @@ class Matmul:
         splits: int = 1,
         debug: bool = False,
         jitter: bool = False,
+        serial: bool = False,
     ) -> None:
         """tile, splits: how to cut the product; the cost model decides where no tile is given."""
         sm_count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -143,7 +141,7 @@ class Matmul:
             spec = replace(spec, jitter=True)
         self.product, self.cut, self.kernel = product, cut, emit_matmul(spec)
         self.sums = sums(product, cut.splits) if spec.split else 0
-        self._loaded = _load(self.kernel, device, debug)
+        self._loaded = _load(self.kernel, device, debug, serial)
         layouts = layouts_of(product)
         assert isinstance(layouts, Layouts)
         self._maps = _map_plan(layouts, spec.tile)
@@ -161,8 +159,7 @@ class Matmul:
             self._starts[2:], strides = [0, 0, 0], []
         strides += [0] * (MAX_ROWS - len(strides))
         self._rest = _REST.pack(*[0] * MAX_ROWS, *strides, *numbers)
-        shared = self.kernel.shared_bytes
-        self._config = config((self.grid, 1, 1), THREADS, shared)
+        self._config = self._loaded.module.entry(self.kernel.name, (self.grid, 1, 1), THREADS)[1]
         self._calls = _Calls()
         self._mapped = [(i, i * _MAP_BYTES) for i, e in enumerate(self._maps) if e is not None]
         self._launch, self._readdress = _entry_points().launch, _entry_points().readdress
@@ -319,7 +316,6 @@ class _EntryPoints:
     launch: Any
     encode: Any
     readdress: Any
-    allow_shared: Any
 
 
 @functools.cache
@@ -330,9 +326,7 @@ def _entry_points() -> _EntryPoints:
                        number, number, number, number]  # fmt: skip
     readdress = entry_point("cuTensorMapReplaceAddress")
     readdress.argtypes = [pointer, pointer]
-    allow = entry_point("cuFuncSetAttribute")
-    allow.argtypes = [pointer, number, number]
-    return _EntryPoints(entry_point("cuLaunchKernelEx"), encode, readdress, allow)
+    return _EntryPoints(entry_point("cuLaunchKernelEx"), encode, readdress)
 
 
 def _check(status: int, doing: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 from megafuse.codegen.matmul import FINISH_LANES, FINISH_THREADS, MAX_ROWS
 from megafuse.errors import UnsupportedError
 from megafuse.runtime.cuda import CudaModule
-from megafuse.runtime.launch import config
 from megafuse.runtime.native import Launch, Patch
 from megafuse.runtime.product import Product, row_stride
 
@@ -53,12 +52,11 @@ class Finish:
 
     def prepared(self, buffers: Sequence[Any]) -> Launch:
         """The same for `native.Queue`. buffers: what stands for workspace, c, tensor and rows."""
-        function, shared = self._module.entry(self._name)
         numbers = self._numbers
         patches = [Patch(8 * i, b, numbers[i]) for i, b in enumerate(buffers) if b is not None]
         args = struct.pack(f"={len(numbers)}q", *numbers)
-        what, how = f"{self._name} {self._grid}", config(self._grid, FINISH_THREADS, shared)
-        return Launch(what, function, how, args, tuple(patches))
+        entry = self._module.entry(self._name, self._grid, FINISH_THREADS)
+        return Launch(f"{self._name} {self._grid}", *entry, args, tuple(patches))
 
     def launch(self, workspace: int, c: int, tensor: int, rows: Sequence[int], stream: int) -> None:
         """Enqueues it. All but the stream are addresses where the buffers start."""

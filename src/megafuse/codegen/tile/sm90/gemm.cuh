@@ -22,8 +22,6 @@ template <class S>
 MF_FN void load_operands(const Args& args, const Shared<S>& shared) {
   using A = Operand<S::a_k_major>;
   using B = Operand<S::b_k_major>;
-  ptx::prefetch(&args.a);
-  ptx::prefetch(&args.b);
   Ring<S::stages> ring;
   MF_TILES(q, args) {
     const Tile tile = tile_at<S>(args, q);
@@ -40,6 +38,9 @@ MF_FN void load_operands(const Args& args, const Shared<S>& shared) {
       ring.next();
     }
   }
+  // What is left takes about as long as a launch. Earlier, the next kernel's blocks would crowd
+  // on the multiprocessors that this one leaves free.
+  mf::ptx::let_successor_start();
 }
 
 template <class S>
@@ -301,8 +302,13 @@ MF_FN void gemm(const Args& args) {
   extern __shared__ unsigned char dynamic[];
   static_assert(Shared<S>::bytes + 1023 <= S::shared_bytes, "what the launch asks for");
   const Shared<S> shared{(ptx::shared_address(dynamic) + 1023u) & ~1023u};
-  if (threadIdx.x == 0) shared.init();
+  if (threadIdx.x == 0) {
+    shared.init();
+    ptx::prefetch(&args.a);
+    ptx::prefetch(&args.b);
+  }
   __syncthreads();
+  mf::ptx::wait_for_predecessor();  // the maps are parameters, all else is memory
 
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (warpgroup == 0) {
