@@ -105,25 +105,39 @@ def test_what_is_refused_says_why() -> None:
         with pytest.raises(UnsupportedError):
             spec_of(product, cut_of(product, 132))
     assert "sm_80" in (accepts(good, "sm_80") or "")
-    assert "multiples of 16 bytes" in (accepts(make(2, 8, 12, 8, epilogue="bias").product) or "")
+    odd = make(2, 8, 12, 8, epilogue="bias").product
+    assert accepts(odd) is None  # a padded row
+    odd = replace(odd, rows=(View((2, 12), (12, 1), BF16),))
+    assert "the rest of them" in (accepts(odd) or "")
 
 
 @pytest.mark.parametrize(
     "size,majors,words",
     [
-        ((2, 64, 250, 72), "kn", "rows of the right operand are 500 bytes long"),
+        ((2, 64, 250, 72), "kn", "rows of the right operand are 500 bytes apart"),
         ((2, 64, 250, 72), "kk", "rows of the result are 500 bytes long"),
         ((2, 64, 1, 72), "kk", "rows of the result are 2 bytes long"),
-        ((2, 64, 256, 66), "kn", "rows of the left operand are 132 bytes long"),
-        ((2, 64, 256, 66), "mk", "rows of the right operand are 132 bytes long"),
-        ((2, 65, 256, 64), "mn", "rows of the left operand are 130 bytes long"),
+        ((2, 64, 256, 66), "kn", "rows of the left operand are 132 bytes apart"),
+        ((2, 64, 256, 66), "mk", "rows of the right operand are 132 bytes apart"),
+        ((2, 65, 256, 64), "mn", "rows of the left operand are 130 bytes apart"),
     ],
 )
-def test_a_row_is_whole_pieces_of_16_bytes(
+def test_rows_lie_at_multiples_of_16_bytes(
     size: tuple[int, int, int, int], majors: str, words: str
 ) -> None:
-    """However far apart the rows are: the copy engine writes such a row to its last piece's end."""
-    assert words in (accepts(make(*size, majors=majors).product) or "")
+    """A row of the result also has the rest of its last 16 bytes to itself, and no more: what is
+    behind may be somebody else's."""
+    case = make(*size, majors=majors)
+    views = case.a, case.b, case.c
+    a, b, c = (View.of(torch.empty_like(x.contiguous())) for x in views)
+    if majors[0] == "m":
+        a = flipped(View.of(case.a.transpose(1, 2).contiguous()), 1, 2)
+    if majors[1] == "k":
+        b = flipped(View.of(case.b.transpose(1, 2).contiguous()), 1, 2)
+    assert words in (accepts(Product(a, b, c)) or "")
+    assert accepts(case.product) is None  # whose rows are padded
+    wide = replace(case.product.c, strides=(64 * 512, 512, 1))
+    assert (accepts(replace(case.product, c=wide)) is None) == (size[2] % 8 == 0)
     if size[2] % 8 == 0:  # the same extent is fine where it counts rows
         other = "mn" if size[3] % 8 else "kn"
         assert accepts(make(*size, majors=other).product) is None
@@ -151,7 +165,7 @@ def test_a_planned_region_is_a_product() -> None:
     buffer = SimpleNamespace(dtype=BF16, shape=(rows, 4, 16))
     a = Operand(buffer, (4, rows, 16), (16, 64, 1), 0)  # type: ignore[arg-type]
     b = Operand(buffer, (4, 16, 8), (128, 8, 1), rows * 64)  # type: ignore[arg-type]
-    node = SimpleNamespace(dtype=BF16, shape=(4, rows, 8))
+    node = SimpleNamespace(dtype=BF16, shape=(4, rows, 8), room=(4, rows, 8))
     product = product_of(MatmulRegion(node, a, b), {"s0": 24})  # type: ignore[arg-type]
     assert product.a == View((4, 24, 16), (16, 64, 1), BF16)
     assert product.b == View((4, 16, 8), (128, 8, 1), BF16, 24 * 64)

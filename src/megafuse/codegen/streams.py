@@ -47,8 +47,8 @@ class RowStreams:
         fixed = {*self.e.region.group, *kept_axes(self.e.region)}
         rows = [a for a in self.stage.rows() if a not in fixed]
         roots = self.stage.roots
-        places = [offset(read.coords, read.node.shape) for r in roots for read in r.reads]
-        places += [offset(r.where, r.target.shape) for r in roots if r.kind == "store"]
+        places = [offset(read.coords, read.node.room) for r in roots for read in r.reads]
+        places += [offset(r.where, r.target.room) for r in roots if r.kind == "store"]
         merged: dict[Axis, Axis] = {}
         for outer, inner in zip(reversed(rows[:-1]), reversed(rows[1:]), strict=True):
             last = merged.get(inner, inner)
@@ -85,7 +85,7 @@ class RowStreams:
         if key in self.leaves:
             return self.leaves[key]
         e, k = self.e, self.k
-        at = offset(coords, node.shape)
+        at = offset(coords, node.room)
         name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
         if self._from_shelf(name, node, at):
             self.leaves[key] = name, True

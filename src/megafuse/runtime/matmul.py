@@ -282,7 +282,8 @@ def integers(product: Product, cut: Cut, layouts: Layouts) -> tuple[int, ...]:
     if pieces >= 1 << 31:
         raise UnsupportedError(f"{pieces} tiles are more than the kernel counts to")
     steps = layouts.a.step, layouts.b.step, layouts.tensor.step if layouts.tensor else 0
-    return product.m, product.n, m_tiles, n_tiles, pieces, k_blocks(product.k), *steps, cut.splits
+    m, n, blocks = product.m, product.whole_n, k_blocks(product.k)
+    return m, n, m_tiles, n_tiles, pieces, blocks, *steps, cut.splits
 
 
 Encoder = Callable[[int, int], int]

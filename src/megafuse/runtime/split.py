@@ -16,7 +16,7 @@ from megafuse.runtime.product import Product, row_stride
 def sums(product: Product, splits: int) -> int:
     """float32 elements of the workspace [batch, splits, m, n]. Raises UnsupportedError for more
     than the second kernel's 32-bit indices reach."""
-    count = splits * product.batch * product.m * product.n
+    count = splits * product.batch * product.m * product.whole_n
     if count >= 1 << 31:
         raise UnsupportedError(f"{count} sums of {splits} splits are more than can be indexed")
     return count
@@ -32,13 +32,13 @@ def finish_numbers(product: Product, splits: int) -> list[int]:
         *[r.start for r in product.rows], *pad, *[row_stride(r) for r in product.rows], *pad,
         c.strides[0] * size, c.strides[1] * size,
         *[s * size for s in (tensor.strides[:2] if tensor else (0, 0))],
-        product.batch, product.m, product.n, splits,
+        product.batch, product.m, product.whole_n, splits,
     ]  # fmt: skip
 
 
 def finish_blocks(product: Product) -> int:
     """How many blocks add up the sums of `product`."""
-    return -(-product.batch * product.m * product.n // (FINISH_LANES * FINISH_THREADS))
+    return -(-product.batch * product.m * product.whole_n // (FINISH_LANES * FINISH_THREADS))
 
 
 class Finish:
