@@ -82,7 +82,7 @@ def test_a_copy_is_shared_and_turned() -> None:
     assert not refused(after)
 
 
-@pytest.mark.parametrize("case", ["extern", "reshaped", "small", "float32", "output"])
+@pytest.mark.parametrize("case", ["extern", "reshaped", "small", "float32", "output", "scattered"])
 def test_left_alone(case: str) -> None:
     g = Halves()
     dtype = torch.float32 if case == "float32" else torch.bfloat16
@@ -91,6 +91,8 @@ def test_left_alone(case: str) -> None:
     a, w = x, g.input(2, 77, 64, dtype=dtype)
     if case == "reshaped":  # [2, 128, 77] as one row of 9856
         a, w = g.reshape(x, 2, 1, 128 * 77), g.input(2, 128 * 77, 4096)
+    if case == "scattered":  # [256, 77, 2] with the batch innermost
+        a = g.permute(g.op("exp", g.input(128, 77, 2)), 2, 0, 1)
     outputs = [g.op("neg", matmul(g, a, w))]
     if case == "extern":
         outputs.append(g.op("extern", x, shape=(1,), target="aten.mystery.default"))

@@ -117,6 +117,8 @@ class _Search:
             layout = layout_of(x)
             if layout is None or not layout.strided or x.dtype not in HALVES:
                 return None
+            if not (layout.dense(1) or layout.dense(2)):
+                return None  # turned by its copy, which costs more than is known here
             if not _addressable(layout):
                 needs.operands[x] = _turned(layout)
             elif "pitch" in layout.base.attrs and layout.base not in self.shown:
