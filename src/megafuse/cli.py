@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -216,6 +217,8 @@ def profile(common: Common, ncu: bool, no_check: bool, one_step: bool) -> None:
     from megafuse.tools.timing import Device, peak_memory
 
     out, candidate = console(), common.candidate()
+    # A kernel that starts early would show the wait for its predecessor as time of its own.
+    candidate.options = replace(candidate.options, serial=True)
     device = candidate.subgraph.settings.device
     if (ncu or one_step) and device.type != "cuda":
         raise ProfileError("--ncu reads a GPU's counters: it needs --device cuda")

@@ -89,11 +89,11 @@ def make_plan(
         observe(f"{count:02d}-{graph.made_by.split()[0]}.py", str(graph))
         count += 1
 
-    joint = passes.run(captured.graph, see, epilogues, on_gpu)
     hints = {
         name: max(2, int(tensors[index].shape[dim]))
-        for name, (index, dim) in joint.sizes.items() if index < len(tensors)
+        for name, (index, dim) in captured.graph.sizes.items() if index < len(tensors)
     }  # fmt: skip
+    joint = passes.run(captured.graph, see, epilogues, on_gpu, hints)
     split = partition(joint, captured.outputs, len(tensors), hints, options.memory)
     see(split.forward)
     forward = Planner(split.forward, "forward", hints, options.fuel, epilogues).plan()

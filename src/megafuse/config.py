@@ -36,6 +36,8 @@ class Options:
         "reference" interprets the plan in plain PyTorch.
     sanitize: build host code under the address and undefined-behaviour sanitizers.
     debug: bounds-checked and trap-on-fault builds of the generated code.
+    serial: on a GPU no kernel starts before the one before it has ended (``MEGAFUSE_SERIAL``), for
+        bisection and profiles.
     dump: directory for every stage of the pipeline (``MEGAFUSE_DUMP``); None writes nothing.
     fuel: stop merging regions after this many fusions (``MEGAFUSE_FUEL``), forward's first, for
         bisection.
@@ -46,6 +48,7 @@ class Options:
     executor: Literal["auto", "reference"] = "auto"
     sanitize: bool = False
     debug: bool = False
+    serial: bool = field(default_factory=lambda: os.environ.get("MEGAFUSE_SERIAL", "0") != "0")
     dump: Path | None = field(default_factory=lambda: _path("MEGAFUSE_DUMP"))
     fuel: int | None = field(default_factory=_fuel)
 

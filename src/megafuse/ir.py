@@ -116,6 +116,13 @@ class Node:
     def dtype(self) -> torch.dtype:
         return self.type.dtype
 
+    @property
+    def room(self) -> tuple[Dim, ...]:
+        """The shape that it takes in memory: attrs "pitch", where there is one, is how many
+        elements lie from one row to the next."""
+        pitch = self.attrs.get("pitch")
+        return self.shape if pitch is None else (*self.shape[:-1], pitch)
+
     def __repr__(self) -> str:
         return self.name
 

@@ -100,6 +100,17 @@ def test_odd_sizes(tile: TileConfig, majors: str, epilogue: str) -> None:
             check(make(3, m, n, k, device="cuda", majors=majors, epilogue=epilogue), tile)
 
 
+@pytest.mark.parametrize("tile,majors,epilogue", BUILDS, ids=str)
+def test_rows_that_end_inside_16_bytes(tile: TileConfig, majors: str, epilogue: str) -> None:
+    """Behind them is NaN in what is read, and of the result nothing but the piece's rest is
+    written. A tensor operand is for whole pieces only."""
+    epilogue = {"residual": "plain", "both": "bias"}.get(epilogue, epilogue)
+    for m, n, k in ((131, 257, 77), (1001, 1283, 333), (70, 66, 1025)):
+        check(make(3, m, n, k, device="cuda", majors=majors, epilogue=epilogue), tile)
+        if k > 1000:
+            check(make(3, m, n, k, device="cuda", majors=majors, epilogue=epilogue), tile, splits=2)
+
+
 def bits(case: Case, tile: TileConfig) -> torch.Tensor:
     case.room.fill_(float("nan"))
     check(case, tile, debug=False)

@@ -125,16 +125,17 @@ inline bool has_passed_now(u32 at, u32 parity) {
 }
 inline void prefetch(const TensorMap*) {}
 
+// Loads read an extent exactly; stores go on to the end of a piece of 16 bytes.
 template <class F>
-void each_element(const TensorMap* map, u32 at, int x, int y, int z, F f) {
+void each_element(const TensorMap* map, u32 at, int x, int y, int z, u64 piece, F f) {
   const Described d = *(const Described*)map;
   if (at % 1024) emulated::fail("a box must start at a multiple of 1024 bytes");
   if (z < 0 || u64(z) >= d.extents[2]) emulated::fail("a batch that is not there");
   if (d.base % 16 || d.strides[0] % 16 || d.strides[1] % 16) emulated::fail("a misaligned map");
-  if (d.extents[0] % 8) emulated::fail("a store would go on to the end of its 16-byte piece");
+  const u64 end = (d.extents[0] + piece - 1) / piece * piece;
   for (u64 r = 0; r < d.box[1]; ++r)
     for (u64 c = 0; c < d.box[0]; ++c) {
-      const bool inside = x + c < d.extents[0] && y + r < d.extents[1];
+      const bool inside = x + c < end && y + r < d.extents[1];
       char* element = (char*)d.base + (x + c) * 2 + (y + r) * d.strides[0] + z * d.strides[1];
       const unsigned row = d.box[0] * 2;
       f(place(emulated::swizzled(at + r * row + c * 2, row)), inside ? element : nullptr);
@@ -146,9 +147,10 @@ inline void landed(u32 barrier, u32 bytes) {
   emulated::settle(b);
 }
 inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, int z) {
+  emulated::touch();
   emulated::copies.push_back([=] {
     u32 bytes = 0;
-    each_element(map, to, x, y, z, [&](unsigned char* here, char* there) {
+    each_element(map, to, x, y, z, 1, [&](unsigned char* here, char* there) {
       if (there) std::memcpy(here, there, 2); else std::memset(here, 0, 2);
       bytes += 2;
     });
@@ -156,6 +158,7 @@ inline void load_box(u32 to, const TensorMap* map, u32 barrier, int x, int y, in
   });
 }
 inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  emulated::touch();
   if (to % 16 || u64(from) % 16 || bytes % 16) emulated::fail("a misaligned bulk copy");
   emulated::copies.push_back([=] {
     std::memcpy(place(to), from, bytes);
@@ -163,8 +166,9 @@ inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
   });
 }
 inline void store_box(const TensorMap* map, u32 from, int x, int y, int z) {
+  emulated::touch();
   emulated::stores[emulated::self->number].open.push_back([=] {
-    each_element(map, from, x, y, z, [&](unsigned char* here, char* there) {
+    each_element(map, from, x, y, z, 8, [&](unsigned char* here, char* there) {
       if (there) std::memcpy(there, here, 2);
     });
   });
@@ -229,6 +233,7 @@ inline void load_matrices(u32 from, u32& a, u32& b) {
 inline u32 thread() { return emulated::self->number; }
 inline void store_word(u32 to, u32 word) { std::memcpy(place(to), &word, 4); }
 inline void load_if(u32 (&w)[4], const void* from, bool wanted) {
+  emulated::touch();
   if (wanted && u64(from) % 16) emulated::fail("a misaligned load");
   if (wanted) std::memcpy(w, from, 16); else std::memset(w, 0, 16);
 }

@@ -76,8 +76,7 @@ class Case:
         return "\n".join(lines)
 
     def _inside(self) -> tuple[slice, ...]:
-        _, m, n = self.c.shape
-        return slice(None), slice(0, m), slice(0, n)
+        return slice(None), slice(0, self.product.m), slice(0, self.product.whole_n)
 
 
 def _ranges(values: torch.Tensor) -> str:

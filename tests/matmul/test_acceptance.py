@@ -20,6 +20,7 @@ from megafuse.errors import UnsupportedError
 from megafuse.fusion.plan import MatmulRegion, Operand
 from megafuse.runtime import matmul as runtime
 from megafuse.runtime.cuda import DriverError
+from megafuse.runtime.launch import Grid, config
 from megafuse.runtime.matmul import cut_of, spec_of
 from megafuse.runtime.product import MapLayout, Product, View, accepts, map_layout, product_of
 
@@ -104,25 +105,39 @@ def test_what_is_refused_says_why() -> None:
         with pytest.raises(UnsupportedError):
             spec_of(product, cut_of(product, 132))
     assert "sm_80" in (accepts(good, "sm_80") or "")
-    assert "multiples of 16 bytes" in (accepts(make(2, 8, 12, 8, epilogue="bias").product) or "")
+    odd = make(2, 8, 12, 8, epilogue="bias").product
+    assert accepts(odd) is None  # a padded row
+    odd = replace(odd, rows=(View((2, 12), (12, 1), BF16),))
+    assert "the rest of them" in (accepts(odd) or "")
 
 
 @pytest.mark.parametrize(
     "size,majors,words",
     [
-        ((2, 64, 250, 72), "kn", "rows of the right operand are 500 bytes long"),
+        ((2, 64, 250, 72), "kn", "rows of the right operand are 500 bytes apart"),
         ((2, 64, 250, 72), "kk", "rows of the result are 500 bytes long"),
         ((2, 64, 1, 72), "kk", "rows of the result are 2 bytes long"),
-        ((2, 64, 256, 66), "kn", "rows of the left operand are 132 bytes long"),
-        ((2, 64, 256, 66), "mk", "rows of the right operand are 132 bytes long"),
-        ((2, 65, 256, 64), "mn", "rows of the left operand are 130 bytes long"),
+        ((2, 64, 256, 66), "kn", "rows of the left operand are 132 bytes apart"),
+        ((2, 64, 256, 66), "mk", "rows of the right operand are 132 bytes apart"),
+        ((2, 65, 256, 64), "mn", "rows of the left operand are 130 bytes apart"),
     ],
 )
-def test_a_row_is_whole_pieces_of_16_bytes(
+def test_rows_lie_at_multiples_of_16_bytes(
     size: tuple[int, int, int, int], majors: str, words: str
 ) -> None:
-    """However far apart the rows are: the copy engine writes such a row to its last piece's end."""
-    assert words in (accepts(make(*size, majors=majors).product) or "")
+    """A row of the result also has the rest of its last 16 bytes to itself, and no more: what is
+    behind may be somebody else's."""
+    case = make(*size, majors=majors)
+    views = case.a, case.b, case.c
+    a, b, c = (View.of(torch.empty_like(x.contiguous())) for x in views)
+    if majors[0] == "m":
+        a = flipped(View.of(case.a.transpose(1, 2).contiguous()), 1, 2)
+    if majors[1] == "k":
+        b = flipped(View.of(case.b.transpose(1, 2).contiguous()), 1, 2)
+    assert words in (accepts(Product(a, b, c)) or "")
+    assert accepts(case.product) is None  # whose rows are padded
+    wide = replace(case.product.c, strides=(64 * 512, 512, 1))
+    assert (accepts(replace(case.product, c=wide)) is None) == (size[2] % 8 == 0)
     if size[2] % 8 == 0:  # the same extent is fine where it counts rows
         other = "mn" if size[3] % 8 else "kn"
         assert accepts(make(*size, majors=other).product) is None
@@ -150,7 +165,7 @@ def test_a_planned_region_is_a_product() -> None:
     buffer = SimpleNamespace(dtype=BF16, shape=(rows, 4, 16))
     a = Operand(buffer, (4, rows, 16), (16, 64, 1), 0)  # type: ignore[arg-type]
     b = Operand(buffer, (4, 16, 8), (128, 8, 1), rows * 64)  # type: ignore[arg-type]
-    node = SimpleNamespace(dtype=BF16, shape=(4, rows, 8))
+    node = SimpleNamespace(dtype=BF16, shape=(4, rows, 8), room=(4, rows, 8))
     product = product_of(MatmulRegion(node, a, b), {"s0": 24})  # type: ignore[arg-type]
     assert product.a == View((4, 24, 16), (16, 64, 1), BF16)
     assert product.b == View((4, 16, 8), (128, 8, 1), BF16, 24 * 64)
@@ -165,7 +180,7 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.kernel_params = b""
+        self.kernel_params, self.early = b"", 0
         self.refusals: list[int] = []
 
     def encode(self, at: int, *rest: Any) -> int:
@@ -183,8 +198,8 @@ class FakeDriver:
     def launch(self, config: Any, function: Any, params: Any, extra: Any) -> int:
         """As ctypes passes them on: each is already what the driver's prototype says."""
         assert len(config) == 56 and isinstance(function, ctypes.c_void_p) and not extra
-        *numbers, stream, attributes, count = struct.unpack("=7I4x2QI4x", bytes(config))
-        assert (attributes, count) == (0, 0)
+        *numbers, stream, _, count = struct.unpack("=7I4x2QI4x", bytes(config))
+        self.early = count
         self.calls.append(("launch", function.value, *numbers, stream))
         self.kernel_params = ctypes.string_at(params[0], 640)
         return self.refusals.pop() if self.refusals else 0
@@ -197,6 +212,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     class Loaded:
         handle, context = ctypes.c_void_p(99), None
 
+        def __init__(self, kernel: Any, device: int, debug: bool, serial: bool) -> None:
+            self.module, self.shared, self.early = self, kernel.shared_bytes, not serial
+
+        def entry(self, name: str, grid: Grid, block: int) -> tuple[int, bytes]:
+            return 99, config(grid, block, self.shared, self.early)
+
     class Current:
         def __init__(self, context: object) -> None: ...
 
@@ -204,7 +225,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(runtime, "_load", lambda *_: Loaded())
+    monkeypatch.setattr(runtime, "_load", Loaded)
     monkeypatch.setattr(runtime, "_entry_points", lambda: fake)
     monkeypatch.setattr(runtime.cuda, "_Current", Current)
     properties = type("Properties", (), {"multi_processor_count": 132})
@@ -241,6 +262,7 @@ def test_maps_are_encoded_once_and_then_readdressed(driver: FakeDriver) -> None:
     assert head[:4] == (0x4000, 0, 4 * H, 0)
     assert head[4:] == (B, 2 * H, 8, 20, 8 * 20 * 64, 20, 1, 1, 0, 1)
 
+    assert driver.early == 1
     driver.calls.clear()
     matmul.launch(0x1000, 0x2000, 0x3000, 0, [0x4000])
     assert [(c[0], c[-1]) for c in driver.calls] == [("launch", 0)]

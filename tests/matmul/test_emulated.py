@@ -25,6 +25,10 @@ CASES: list[tuple[Any, int, tuple[int, int, int, int], dict[str, Any]]] = [
     (LARGE, 2, (3, 136, 264, 960), {"majors": "kn", "epilogue": "both", "batch_inside": True}),
     (LARGE, 1, (2, 41, 520, 200), {"majors": "kk", "epilogue": "residual", "pitch": 8}),
     (LARGE, 1, (1, 264, 264, 72), {"epilogue": "bias", "row_dtype": torch.float32}),
+    # Extents along the rows that end inside 16 bytes, NaN behind them.
+    (SMALL, 2, (2, 70, 131, 77), {"majors": "kk"}),
+    (MIDDLE, 2, (2, 133, 203, 99), {"majors": "mn", "epilogue": "bias"}),
+    (LARGE, 2, (3, 135, 260, 201), {"majors": "kn", "batch_inside": True}),
 ]
 
 
@@ -46,6 +50,7 @@ SPLIT: list[tuple[Any, int, int, tuple[int, int, int, int], dict[str, Any]]] = [
     (MIDDLE, 2, 2, (2, 136, 200, 200), {"majors": "mk", "epilogue": "gated"}),
     (LARGE, 2, 3, (1, 136, 264, 960), {"epilogue": "residual", "batch_inside": True}),
     (LARGE, 1, 2, (2, 41, 264, 200), {"epilogue": "both", "row_dtype": torch.float32}),
+    (SMALL, 2, 3, (2, 71, 131, 333), {"majors": "kn", "epilogue": "bias"}),
 ]
 
 

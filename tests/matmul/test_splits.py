@@ -149,7 +149,7 @@ def test_both_kernels_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     module = SimpleNamespace(launch=lambda *args: order.append(("finish", args[3][:4])),
-                             entry=lambda name: (98, 0))  # fmt: skip
+                             entry=lambda name, *_: (98, bytes(56)))  # fmt: skip
     loaded = SimpleNamespace(handle=ctypes.c_void_p(99), context=None, module=module)
     maps: list[int] = []
     entry = SimpleNamespace(launch=launch, encode=lambda at, *rest: maps.append(rest[2]) or 0,

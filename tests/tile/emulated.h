@@ -1,7 +1,8 @@
 // Stands in for ptx.cuh: CUDA's threads as fibers of one CPU thread, so that the device header runs,
 // barriers, shuffles and all, where there is no GPU. Blocks run one after the other. A barrier that
-// some thread never reaches, a shuffle from a lane outside its mask and a misaligned load end the
-// process with a message instead of hanging or reading nonsense.
+// some thread never reaches, a shuffle from a lane outside its mask, a misaligned load and an access to
+// memory before the wait for the kernel before end the process with a message instead of hanging or
+// reading nonsense.
 #include <ucontext.h>
 
 #include <cmath>
@@ -39,7 +40,7 @@ namespace emulated {
 struct Dim { unsigned x = 1, y = 1; };
 // Threads that wait for each other: a barrier, or the lanes of one shuffle mask.
 struct Meeting { unsigned arrived = 0; unsigned long long round = 0; double value[2][32]; };
-struct Fiber { ucontext_t context; Dim index; unsigned number; bool done; };
+struct Fiber { ucontext_t context; Dim index; unsigned number; bool done, waited; };
 
 inline Dim grid, block, block_index;
 inline Fiber* self;
@@ -54,6 +55,10 @@ inline std::vector<std::unique_ptr<char[]>> stacks;  // one a thread, for every 
 inline void fail(const char* why) {
   std::fprintf(stderr, "emulated device: %s\n", why);
   std::abort();
+}
+// Of a thread about to touch global memory.
+inline void touch() {
+  if (!self->waited) fail("a thread touches memory that the kernel before may still write");
 }
 inline void meet(Meeting& m, unsigned expected) {
   ++arrivals;
@@ -90,7 +95,7 @@ inline void run_block() {
     if (i == stacks.size()) stacks.emplace_back(new char[STACK]);
     f.index = {i % block.x, i / block.x};
     f.number = i;
-    f.done = false;
+    f.done = f.waited = false;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = stacks[i].get();
     f.context.uc_stack.ss_size = STACK;
@@ -176,6 +181,7 @@ inline float high_f16(unsigned w) { return low_f16(w >> 16); }
 // An asynchronous copy may land at once: nothing may rely on it landing late.
 template <int BYTES>
 void copy_async(unsigned shared, const void* global) {
+  emulated::touch();
   if ((unsigned long long)global % BYTES || shared % BYTES) emulated::fail("a misaligned copy");
   std::memcpy(emulated::dynamic_shared + shared, global, BYTES);
 }
@@ -197,6 +203,7 @@ template <class T>
 T hidden(T x) { return x; }
 template <int BYTES>
 void write_global(void* p, const Raw<BYTES>& r) {
+  emulated::touch();
   if ((unsigned long long)p % (BYTES < 16 ? BYTES : 16)) emulated::fail("a misaligned store");
   std::memcpy(p, r.w, BYTES);
 }
@@ -205,11 +212,16 @@ void named_barrier(int id) {
   if (id < 1 || id > 15) emulated::fail("there are 16 barriers, and number 0 is the block's");
   emulated::meet(emulated::barriers[id], THREADS);
 }
+inline void wait_for_predecessor() { emulated::self->waited = true; }
+inline void let_successor_start() {
+  if (!emulated::self->waited) emulated::fail("the next kernel may start before this one does");
+}
 }  // namespace ptx
 
 struct Reader {
   template <int BYTES>
   static void load(Raw<BYTES>& r, const void* p) {
+    emulated::touch();
     if ((unsigned long long)p % (BYTES < 16 ? BYTES : 16)) emulated::fail("a misaligned load");
     r.w[0] = 0;
     std::memcpy(r.w, p, BYTES);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -36,11 +37,14 @@ class FakeDriver:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.answers: list[int] = []
+        self.attributes: list[bytes] = []
         self.entry = ENTRY(self._launch)
 
     def _launch(self, config: int, function: int, params: int, extra: int) -> int:
         c = Config.from_address(config)
-        assert not extra and not c.attributes and not c.count
+        assert not extra and bool(c.attributes) == bool(c.count)
+        if c.count:  # CUlaunchAttribute: which one, padding, its value
+            self.attributes.append(ctypes.string_at(c.attributes, 72))
         args = ctypes.cast(params, PARAMS)[0][:3]
         self.calls.append((function, tuple(c.geometry), c.stream, args))
         return self.answers.pop(0) if self.answers else 0
@@ -71,6 +75,14 @@ def test_a_launch_passes_the_args_struct_by_value(fake: FakeDriver) -> None:
         (1234, (1, 2, 1, 32, 8, 1, 0), None, [4, 5, 6]),
         (1234, (1, 1, 1, 32, 1, 1, 0), 1, [7, 8, 9]),
     ]
+
+
+def test_a_launch_may_start_before_its_predecessor_has_ended(fake: FakeDriver) -> None:
+    module_of(cuda._Kernel(1234)).launch("k", (1, 1, 1), 32, [1, 2, 3], 0)
+    assert fake.attributes == []
+    module_of(cuda._Kernel(1234, early=True)).launch("k", (1, 1, 1), 32, [1, 2, 3], 0)
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert fake.attributes == [struct.pack("=I4xi60x", 6, 1)]
 
 
 def test_refusals_have_names(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,12 @@ from megafuse.codegen.rows import RowKernel, emit_rows
 from megafuse.codegen.schedule import Schedule, _layout, by_block, with_shelf
 from megafuse.fusion.plan import RowRegion
 from megafuse.ir import evaluate
-from megafuse.runtime.built import BuiltRegion
+from megafuse.runtime.built import BuiltRegion, allocator
 from megafuse.runtime.executor import Executor
 
 SHAPE = (3, 8, 72, 2)
 SIZES = {"s0": 3}
+CPU = torch.device("cpu")
 
 WAYS = {
     "ring": dict(depth=3),
@@ -68,11 +70,13 @@ def results(
     values: dict[Any, torch.Tensor] = {}
     for node in built.region.reads(executor.plan.buffers):
         shape = [evaluate(d, sizes) for d in node.shape]
-        values[node] = (torch.rand(shape, generator=generator) + 0.5).to(node.dtype)
+        values[node] = allocator(node, sizes)(CPU).copy_(
+            torch.rand(shape, generator=generator) + 0.5
+        )
     given = set(values)
     for node in built.region.writes():
         if node.op == "cat":
-            values[node] = torch.zeros([evaluate(d, sizes) for d in node.shape], dtype=node.dtype)
+            values[node] = allocator(node, sizes)(CPU).zero_()
     executor._row_step(built, sizes)(values)
     return {n.name: t.double() for n, t in values.items() if n not in given}
 
@@ -117,3 +121,32 @@ def compare(
             for name, value in got.items():
                 error = (value - expected[name]).norm() / expected[name].norm()
                 assert error < 2**-8, f"{region.name} {name} in the way {way}: {error:.1e}"
+
+
+def test_rows_with_a_pitch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd rows that products read and write lie at multiples of 16 bytes."""
+    rules = importlib.import_module("megafuse.passes.pitched")
+    monkeypatch.setattr("megafuse.runtime.plans.has_epilogues", lambda *_: True)
+    monkeypatch.setattr(rules, "SLOWER", 1e9)
+    monkeypatch.setattr(rules, "LEAST_EXTENT", 1)
+    monkeypatch.setattr(rules, "LEAST_RESULT", 1)
+    case = block_case((3, 5, 35, 2), torch.bfloat16)
+    compiled = megafuse.fuse(case.module).build(*case.args, **case.kwargs)
+    assert compiled is not None and compiled.forward and compiled.backward
+    pitched = 0
+    for executor in (compiled.forward, compiled.backward):
+        for region in executor.plan.regions:
+            if not isinstance(region, RowRegion):
+                continue
+            touched = [*region.reads(executor.plan.buffers), *region.writes()]
+            pitched += sum(n.room != n.shape for n in touched)
+            stages = tuple(_layout(stage, 32, 1) for stage in region.stages)
+            schedule = Schedule(32, 2, stages)
+            kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
+            module: Any = Emulated(kernel, region.kind == "group")
+            expected = results(executor, executor.built[region.name])
+            got = results(executor, BuiltRegion(region, kernel, module, 2))
+            for name, value in got.items():
+                error = (value - expected[name]).norm() / expected[name].norm()
+                assert error < 2**-8, f"{region.name} {name}: {error:.1e}"
+    assert pitched > 6

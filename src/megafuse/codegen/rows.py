@@ -193,7 +193,7 @@ def _finish(e: Emitter, kept: list[Axis]) -> list[str]:
         for axis in reversed(kept):
             strides[axis] = step
             step = as_dim(step * axis.extent)
-        where = offset(root.where, root.target.shape)
+        where = offset(root.where, root.target.room)
         k_names = dict(zip(own, decompose("k", _extents(own)), strict=True))
         i_names = dict(zip(others, decompose(f"i / ({per})", _extents(others)), strict=True))
         terms = [(f"({n})", strides[a]) for a, n in {**k_names, **i_names}.items()]

@@ -253,7 +253,7 @@ def _served(region: RowRegion, schedule: Schedule) -> set[tuple[Node, Coords]]:
         for k, stage in enumerate(region.stages) for r in stage.roots for read in r.reads
         for item in schedule.shelf
         if item.node is read.node
-        and item.serves(k, offset(read.coords, read.node.shape), region)
+        and item.serves(k, offset(read.coords, read.node.room), region)
     }  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def _lanes(stage: Stage) -> int:
     cols = stage.settled_cols()
     widest = max(
         (read.node.dtype.itemsize for root in stage.roots for read in root.reads
-         if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1),
+         if cols and offset(read.coords, read.node.room).coefficient(cols[-1]) == 1),
         default=max((r.target.dtype.itemsize for r in stage.roots if r.kind == "store"), default=4),
     )  # fmt: skip
     return next(v for v in (WIDEST, 4, 2, 1) if n % v == 0 and v * widest <= 16)
@@ -292,7 +292,7 @@ def _streams(
     seen = {
         (read.node, read.coords): any(c.axes - set(cols) for c in read.coords)
         for root in stage.roots for read in root.reads
-        if cols and offset(read.coords, read.node.shape).coefficient(cols[-1]) == 1
+        if cols and offset(read.coords, read.node.room).coefficient(cols[-1]) == 1
         and (read.node, read.coords) not in served
     }  # fmt: skip
     return [(n.dtype, varies) for (n, _), varies in seen.items() if not (varies and is_small(n))]

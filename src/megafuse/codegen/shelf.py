@@ -78,14 +78,14 @@ def shelvable(region: RowRegion) -> list[Shelved]:
 def _shelved(node: Node, region: RowRegion) -> Shelved | None:
     stores = [(k, r) for k, r in _roots(region) if r.kind == "store" and r.target is node]
     reads = [
-        (k, offset(read.coords, node.shape))
+        (k, offset(read.coords, node.room))
         for k, r in _roots(region) for read in r.reads if read.node is node
     ]  # fmt: skip
     reads = list(dict.fromkeys(reads))
     if len(stores) > 1 or node.dtype.itemsize not in (2, 4):
         return None
     if stores:
-        first, at = stores[0][0], offset(stores[0][1].where, node.shape)
+        first, at = stores[0][0], offset(stores[0][1].where, node.room)
     else:
         own = ((k, at) for k, at in reads if _walks(at, region.stages[k], region))
         first, at = next(own, (-1, None))  # type: ignore[assignment]
@@ -178,7 +178,7 @@ def pinnable(region: RowRegion, most: int) -> list[tuple[Node, bool]]:
     for k, root in _roots(region):
         cols = region.stages[k].settled_cols()
         for read in root.reads:
-            at, size = offset(read.coords, read.node.shape), product(read.node.shape)
+            at, size = offset(read.coords, read.node.room), product(read.node.room)
             small = isinstance(size, int) and size <= most and read.node.dtype.is_floating_point
             if small and read.node not in written and cols and at.coefficient(cols[-1]) == 1:
                 moves = bool(at.axes - set(cols))

@@ -154,7 +154,7 @@ class StageEmitter:
         if root.kind == "store":
             wide = bool(root.axes & self.col_set)
             value = self.value(root.node, root.at, before, loop, memo, root.target is root.node)
-            at = offset(root.where, root.target.shape)
+            at = offset(root.where, root.target.room)
             where = self.streams.access(at)
             comment = f"  // {root.node.origin}"
             kind = CPP_TYPE[root.target.dtype]

@@ -78,7 +78,7 @@ class RowStreams:
         if key in self.leaves:
             return self.leaves[key]
         e, k = self.e, self.k
-        at = offset(coords, node.shape)
+        at = offset(coords, node.room)
         name = f"{node.name}_{k}{'abcdefghijklmnop'[sum(n is node for n, _ in self.leaves)]}"
         if self._from_shelf(name, node, at) or self._turned(name, node, at):
             self.leaves[key] = name, True

@@ -56,7 +56,8 @@ class Part(nn.Module):
         self.hints = {name: reader.hints[name] for name in graph.sizes}
         observe = dump.observer(options)
         stages: list[Graph] = []
-        graph = passes.run(graph, stages.append, has_epilogues(self.device, options))
+        epilogues = has_epilogues(self.device, options)
+        graph = passes.run(graph, stages.append, epilogues, sizes=self.hints)
         for i, stage in enumerate(stages):
             observe(f"{i:02d}-{stage.made_by.split()[0]}.py", str(stage))
         self.plan: GraphPlan = Planner(graph, self.direction, self.hints, options.fuel).plan()

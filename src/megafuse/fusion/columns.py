@@ -33,8 +33,8 @@ def _outer(stage: Stage, cols: list[Axis], group: list[Axis]) -> Axis | None:
     assert isinstance(extent, int)
     if extent >= ENOUGH:
         return None
-    places = [offset(read.coords, read.node.shape) for r in stage.roots for read in r.reads]
-    places += [offset(r.where, r.target.shape) for r in stage.roots if r.kind == "store"]
+    places = [offset(read.coords, read.node.room) for r in stage.roots for read in r.reads]
+    places += [offset(r.where, r.target.room) for r in stage.roots if r.kind == "store"]
     for axis in stage.axes:
         if axis in cols or axis in group or not isinstance(axis.extent, int):
             continue

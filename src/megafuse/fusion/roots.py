@@ -120,7 +120,7 @@ def store_stage(node: Node, target: Node, shift: dict[int, int], buffers: set[No
 def operand_view(node: Node, buffers: set[Node]) -> Operand:
     """`node` as a strided view of the buffer under it. Raises Materialise when it is none."""
     if node in buffers:
-        return Operand(node, node.shape, tuple(strides(node.shape)), 0)
+        return Operand(node, node.shape, tuple(strides(node.room)), 0)
     _, coords = fresh_coords(node)
     dims = coords
     while True:
@@ -133,7 +133,7 @@ def operand_view(node: Node, buffers: set[Node]) -> Operand:
             dims = coords
     if base not in buffers:
         raise Materialise(base if not is_view(base) else node)
-    form = offset(at, base.shape)
+    form = offset(at, base.room)
     steps = tuple(_one_stride(form, coordinate, node) for coordinate in dims)
     return Operand(base, node.shape, steps, form.const)
 

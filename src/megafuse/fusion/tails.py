@@ -114,7 +114,7 @@ def _tail(before: MatmulRegion, region: RowRegion, buffers: set[Node], needed: b
         (root, place.operand(root.target, root.where, "writes")) for root in stores
     ]
     if needed:
-        whole = tuple(as_dim(product(node.shape[i + 1 :])) for i in range(3))
+        whole = tuple(as_dim(product(node.room[i + 1 :])) for i in range(3))
         outs.insert(0, (None, Operand(node, node.shape, whole, 0)))
     sums = tuple(root for root in stage.roots if root.kind == "column")
     each = _check_sums(sums, stage, place)
@@ -157,7 +157,7 @@ class _Place:
 
     def operand(self, node: Node, coords: Coords, verb: str) -> Operand:
         """`node` at `coords` as a strided tensor of the product's shape."""
-        form = offset(coords, node.shape)
+        form = offset(coords, node.room)
         steps: list[Dim] = []
         for terms in self.axes:
             step: Dim | None = None

@@ -26,9 +26,9 @@ def operands(stage: Stage) -> Iterator[tuple[Node, Affine, bool]]:
     for root in stage.roots:
         for read in root.reads:
             if (read.node, read.coords) not in stored:
-                yield read.node, offset(read.coords, read.node.shape), False
+                yield read.node, offset(read.coords, read.node.room), False
         if root.kind == "store":
-            yield root.target, offset(root.where, root.target.shape), True
+            yield root.target, offset(root.where, root.target.room), True
 
 
 def kept_axes(region: RowRegion) -> list[Axis]:

@@ -67,7 +67,7 @@ def layout_of(node: Node) -> Layout | None:
             coords = substitute(coords, {need.axis: replacement})
         except NotAffine:
             return None
-    form = offset(at, base.shape)
+    form = offset(at, base.room)
     dims = tuple(
         tuple((axis.extent, form.coefficient(axis)) for axis, _ in c.sorted_terms()) for c in coords
     )

@@ -162,6 +162,8 @@ def _extract(
 
     def add_input(node: Node, role: str) -> None:
         new = builder.emit("input", (), node.type, node.origin, index=len(new_inputs), role=role)
+        if role == "saved" and "pitch" in node.attrs:
+            new.attrs["pitch"] = node.attrs["pitch"]
         new.name = node.name
         builder.map[node] = new
         new_inputs.append(new)

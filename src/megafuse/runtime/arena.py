@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megafuse.fusion.plan import ExternRegion, GraphPlan, Operand, Region
-from megafuse.ir import Node, evaluate
+from megafuse.ir import Node, TensorType, evaluate
 from megafuse.runtime.built import Step, Values, current_stream
 from megafuse.runtime.native import Launch, Queue, Target
 
@@ -121,13 +121,16 @@ class Program:
                 if node in shown or node in touched:
                     slots[node] = len(slots) + 1
                     nodes.append(node)
-                    shape = tuple(evaluate(d, sizes) for d in node.shape)
+                    shape, room = (
+                        tuple(evaluate(d, sizes) for d in dims) for dims in (node.shape, node.room)
+                    )
                     seen = shapes.get(node, set())
                     if node not in touched and len(seen) == 1 and (as_read := seen.pop()):
                         shape, direct[node] = as_read, _itself(node)
-                    self._own.append((shape, _row_major(shape), node.dtype))
+                        room = shape
+                    self._own.append((shape, _row_major(room), node.dtype))
                 else:
-                    reserve(node, evaluate(node.type.nbytes, sizes))
+                    reserve(node, evaluate(TensorType(node.room, node.dtype).nbytes, sizes))
             for buffer, nbytes in (work.workspaces or {}).items():
                 reserve(buffer, nbytes)
         self._nodes = nodes

@@ -23,7 +23,7 @@ from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import Node, evaluate
 from megafuse.runtime.cuda import Cubin, CudaModule, compile_cubin
 from megafuse.runtime.host import HostModule
-from megafuse.runtime.launch import Grid, config
+from megafuse.runtime.launch import Grid
 from megafuse.runtime.native import Launch, Patch
 
 SHARED_BYTES = 233_472
@@ -34,6 +34,7 @@ HOST_PARTS = 16
 
 Values = dict[Node, torch.Tensor]
 Step = Callable[[Values], None]
+Allocator = Callable[[torch.device], torch.Tensor]
 
 
 @dataclass
@@ -108,8 +109,7 @@ class RowCall:
         if not parts:
             shape = launch(region, kernel.kept, kernel.schedule, sizes, spec, built.blocks_per_sm)
         self.module = built.module
-        self.new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()
-                    if n not in kernel.inside]  # fmt: skip
+        self.new = [(n, allocator(n, sizes)) for n in region.writes() if n not in kernel.inside]
         copies = shape.parts * (kernel.schedule.teams if by_block(region, kernel.schedule) else 1)
         lengths = [copies * columns for columns in kernel.partial_columns]
         self.workspace = 4 * sum(lengths)
@@ -146,10 +146,9 @@ class RowCall:
         module, kernels, workspace = self.module, self.kernels, self.workspace
 
         def step(values: Values) -> None:
-            for node, extents, dtype in new:
-                if node in values:  # a concatenation that another region writes a part of
-                    continue
-                values[node] = torch.empty(extents, dtype=dtype, device=device)
+            for node, allocate in new:
+                if node not in values:  # else a concatenation that another region writes a part of
+                    values[node] = allocate(device)
             args = list(template)
             for i, node in buffers:
                 args[i] = values[node].data_ptr()
@@ -186,11 +185,20 @@ class RowCall:
         args = struct.pack(f"={len(self.args)}q", *self.args)
         result = []
         for name, grid, block in self.kernels:
-            function, shared = self.module.entry(name)
             if 0 not in grid:
-                what, how = f"{name} {grid} x {block}", config(grid, block, shared)
-                result.append(Launch(what, function, how, args, tuple(patches)))
+                what = f"{name} {grid} x {block}"
+                entry = self.module.entry(name, grid, block)
+                result.append(Launch(what, *entry, args, tuple(patches)))
         return result
+
+
+def allocator(node: Node, sizes: Mapping[str, int]) -> Allocator:
+    """Makes room for `node`: a tensor of its shape, with its pitch."""
+    extents, dtype = [evaluate(d, sizes) for d in node.room], node.dtype
+    if node.room == node.shape:
+        return lambda device: torch.empty(extents, dtype=dtype, device=device)
+    width = evaluate(node.shape[-1], sizes)
+    return lambda device: torch.empty(extents, dtype=dtype, device=device)[..., :width]
 
 
 def current_stream(device: torch.device) -> int:

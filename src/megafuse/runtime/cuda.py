@@ -95,19 +95,23 @@ class CudaModule:
     """Loaded kernels of one device."""
 
     def __init__(
-        self, cubin: Cubin, names: Sequence[str], device: int, shared: Mapping[str, int] = {}
-    ) -> None:
-        """shared: bytes of dynamic shared memory of the kernels that take any."""
+        self, cubin: Cubin, names: Sequence[str], device: int, shared: Mapping[str, int] = {},
+        serial: bool = False,
+    ) -> None:  # fmt: skip
+        """shared: bytes of dynamic shared memory of the kernels that take any. serial: each
+        starts when its predecessor has ended, not before."""
         driver = _driver()
         self.cubin = cubin
         self.device = device
         self._context = _call(driver.cuDevicePrimaryCtxRetain, device)
+        early = not serial and _starts_early(device)
         with _Current(self._context):
             self._module = _call(driver.cuModuleLoadData, cubin.image)
             self._kernels = {
                 name: _Kernel(
                     int(_call(driver.cuModuleGetFunction, self._module, name.encode())),
                     shared.get(name, 0),
+                    early,
                 )
                 for name in names
             }
@@ -116,10 +120,10 @@ class CudaModule:
                 function = _call(driver.cuModuleGetFunction, self._module, name.encode())
                 _call(driver.cuFuncSetAttribute, function, attribute, size)
 
-    def entry(self, name: str) -> tuple[int, int]:
-        """The kernel's handle, and the bytes of dynamic shared memory it takes."""
+    def entry(self, name: str, grid: Grid, block: int | Grid) -> tuple[int, bytes]:
+        """The kernel's handle, and the driver's configuration of a launch."""
         kernel = self._kernels[name]
-        return kernel.handle.value or 0, kernel.shared
+        return kernel.handle.value or 0, kernel.config(grid, block)
 
     def launch(
         self,
@@ -201,10 +205,13 @@ class _Calls(threading.local):
 class _Kernel:
     """A function handle with everything a launch needs but the arguments."""
 
-    def __init__(self, handle: int, shared: int = 0) -> None:
-        self.handle, self.shared = ctypes.c_void_p(handle), shared
+    def __init__(self, handle: int, shared: int = 0, early: bool = False) -> None:
+        self.handle, self._shared, self._early = ctypes.c_void_p(handle), shared, early
         self._launch = entry_point("cuLaunchKernelEx")
         self._calls = _Calls()
+
+    def config(self, grid: Grid, block: int | Grid) -> bytes:
+        return config(grid, block, self._shared, self._early)
 
     def enqueue(self, grid: Grid, block: int | Grid, args: Sequence[int], stream: int) -> int:
         calls = self._calls.made
@@ -212,7 +219,7 @@ class _Kernel:
         found = calls.get(key)
         if found is None:
             size = 8 * len(args)
-            call = Prepared(self.handle, config(grid, block, self.shared), size)
+            call = Prepared(self.handle, self.config(grid, block), size)
             found = calls[key] = call, struct.Struct(f"={len(args)}q").pack_into
         call, pack = found
         pack(call.args, 0, *args)
@@ -241,6 +248,17 @@ def make_current(device: int) -> None:
     """Makes the device's primary context this thread's, which may not yet have touched CUDA."""
     driver = _driver()
     _call(driver.cuCtxSetCurrent, _call(driver.cuDevicePrimaryCtxRetain, device))
+
+
+@functools.cache
+def _starts_early(device: int) -> bool:
+    """Whether a kernel on `device` may start before its predecessor's end: from Hopper on, and with
+    a driver whose graphs know such launches (12.3)."""
+    driver = _driver()
+    major = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    if int(_call(driver.cuDeviceGetAttribute, major, device)) < 9:
+        return False
+    return int(_call(driver.cuDriverGetVersion)) >= 12030
 
 
 def _driver() -> Any:

@@ -19,15 +19,18 @@ from megafuse.codegen.schedule import MANY_ROWS
 from megafuse.config import Options
 from megafuse.device import DeviceSpec, spec_for
 from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, Region, RowRegion
+from megafuse.index import strides
 from megafuse.ir import Node, Ref, evaluate
 from megafuse.runtime import native
-from megafuse.runtime.arena import Program, Reader, Work, as_tensor, program_of
+from megafuse.runtime.arena import Piece, Program, Reader, Work, as_tensor, program_of
 from megafuse.runtime.built import (
     HOST_PARTS,
+    Allocator,
     BuiltRegion,
     RowCall,
     Step,
     Values,
+    allocator,
     blocks_per_sm,
     current_stream,
     emit_cuda,
@@ -44,11 +47,13 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Recipe:
     """A direction at fixed sizes. steps: a name for profiles, and what it does. program: the same
-    for small calls."""
+    for small calls. pitched: the inputs that have a pitch, with their strides and how to make room
+    for one."""
 
     steps: list[tuple[str, Step]]
     results: list[Reader | None]
     program: Program | None
+    pitched: list[tuple[int, tuple[int, ...], Allocator]]
 
 
 class Executor:
@@ -99,7 +104,8 @@ class Executor:
         arch, debug = self.spec.arch, options.debug
         kernel, cubin = emit_cuda(self.plan, region, rounding, arch, debug, sizes)
         shared = {kernel.name: kernel.shared}
-        cuda = CudaModule(cubin, kernel.names, self.device.index, shared)
+        device, serial = self.device.index, options.serial
+        cuda = CudaModule(cubin, kernel.names, device, shared, serial)
         return BuiltRegion(region, kernel, cuda, blocks_per_sm(kernel, cubin, self.spec))
 
     def kernel(self, region: RowRegion, sizes: Mapping[str, int]) -> BuiltRegion:
@@ -123,6 +129,10 @@ class Executor:
         recipe = self.recipes.get(sizes)
         if recipe is None:
             recipe = self.recipes[sizes] = self._recipe(sizes)
+        for i, steps, allocate in recipe.pitched:
+            if type(inputs[i]) is not Piece and inputs[i].stride() != steps:
+                # A hook on saved tensors brought it back in another layout.
+                inputs[i] = allocate(self.device).copy_(inputs[i])
         profiled = torch.autograd._profiler_enabled()
         if recipe.program is not None and not profiled:
             results = recipe.program.run(inputs)
@@ -154,7 +164,11 @@ class Executor:
             program = program_of(
                 self.plan, works, results, named, self.device, self.public, self._target
             )
-        return Recipe(steps, results, program)
+        pitched = [
+            (i, tuple(evaluate(d, named) for d in strides(node.room)), allocator(node, named))
+            for i, node in enumerate(self.plan.graph.inputs) if node.room != node.shape
+        ]  # fmt: skip
+        return Recipe(steps, results, program, pitched)
 
     def _target(self) -> native.Target | None:
         return native.on_cuda(self.device.index) if self.device.type == "cuda" else native.on_host()
@@ -185,9 +199,10 @@ class Executor:
         sums = None
         if tail.sums:
             if region.name not in self._sums:
-                self._sums[region.name] = built_sums(plan, region, self.device.index)
+                device, serial = self.device.index, options.serial
+                self._sums[region.name] = built_sums(plan, region, device, serial)
             sums = sums_call(self._sums[region.name], product, tail.each, sizes, self.spec)
-        tailed = Tailed(region, product, sums, sizes, self.device, options.debug,
+        tailed = Tailed(region, product, sums, sizes, self.device, options,
                         lambda: self._apart(region, sizes))  # fmt: skip
         return tailed.work()
 
@@ -222,16 +237,15 @@ class Executor:
         self, region: MatmulRegion, sizes: Mapping[str, int], kernel: Matmul | None
     ) -> Step:
         a, b = _view(region.a, sizes), _view(region.b, sizes)
-        extents = [evaluate(d, sizes) for d in region.node.shape]
-        node, dtype, device = region.node, region.node.dtype, self.device
-        single = extents[0] == 1
+        node, device, allocate = region.node, self.device, allocator(region.node, sizes)
+        single = evaluate(node.shape[0], sizes) == 1
         of_a, of_b = region.a.buffer, region.b.buffer
         of_rows = [o.buffer for kind, o in region.extras if kind == "row"]
         of_tensor = next((o.buffer for kind, o in region.extras if kind == "tensor"), None)
         extras = [_view(o, sizes) for _, o in region.extras]
 
         def step(values: Values) -> None:
-            out = torch.empty(extents, dtype=dtype, device=device)
+            out = allocate(device)
             if kernel is not None:
                 places = values[of_a].data_ptr(), values[of_b].data_ptr(), out.data_ptr()
                 rows = [values[n].data_ptr() for n in of_rows]
@@ -246,7 +260,8 @@ class Executor:
                     values[node] = out
                     return
             if extras:
-                values[node] = _added(a(values), b(values), [e(values) for e in extras])
+                added = _added(a(values), b(values), [e(values) for e in extras])
+                values[node] = added if node.room == node.shape else out.copy_(added)
                 return
             if single:
                 torch.mm(a(values)[0], b(values)[0], out=out[0])
@@ -263,7 +278,8 @@ class Executor:
         product = product_of(region, sizes)
         if accepts(product, self.spec.arch) is not None:
             return None
-        return Matmul(product, self.device.index, debug=self.options.debug)
+        debug, serial = self.options.debug, self.options.serial
+        return Matmul(product, self.device.index, debug=debug, serial=serial)
 
     def _extern_step(self, region: ExternRegion, sizes: Mapping[str, int]) -> Step:
         node, items, device = region.node, region.items, self.device

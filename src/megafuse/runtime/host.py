@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megafuse.errors import BuildError, ToolchainError
 from megafuse.runtime import cache
+from megafuse.runtime.launch import Grid, config
 from megafuse.runtime.source import assemble
 
 _FLAGS = (
@@ -40,9 +41,10 @@ class HostModule:
             entry.restype = None
             self._entries[name] = entry
 
-    def entry(self, name: str) -> tuple[int, int]:
-        """The address of an entry point; no shared memory."""
-        return ctypes.cast(self._entries[name], ctypes.c_void_p).value or 0, 0  # type: ignore[arg-type]
+    def entry(self, name: str, grid: Grid, block: int | Grid) -> tuple[int, bytes]:
+        """The address of an entry point, and a launch's configuration, which it does not need."""
+        address = ctypes.cast(self._entries[name], ctypes.c_void_p).value  # type: ignore[arg-type]
+        return address or 0, config(grid, block, 0)
 
     def launch(self, name: str, args: Sequence[int]) -> None:
         """Runs every part of `name` and returns when it is done."""

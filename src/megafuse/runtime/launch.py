@@ -8,16 +8,20 @@ import struct
 from typing import Any
 
 _CONFIG, _STREAM_AT = struct.Struct("=7I4x2QI4x"), 32  # CUlaunchConfig
+# CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, and that it is wanted.
+_EARLY = ctypes.create_string_buffer(struct.pack("=I4xi60x", 6, 1), 72)
 ALIGNMENT = 64
 """Of parameter structs: tensor maps ask for it."""
 
 Grid = tuple[int, int, int]
 
 
-def config(grid: Grid, block: int | Grid, shared: int) -> bytes:
-    """The driver's CUlaunchConfig, on the default stream."""
+def config(grid: Grid, block: int | Grid, shared: int, early: bool = False) -> bytes:
+    """The driver's CUlaunchConfig, on the default stream. early: the kernel may start while the one
+    before it on the stream still runs, for whose end it waits itself."""
     threads = (block, 1, 1) if isinstance(block, int) else block
-    return _CONFIG.pack(*grid, *threads, shared, 0, 0, 0)
+    attributes = ctypes.addressof(_EARLY) if early else 0
+    return _CONFIG.pack(*grid, *threads, shared, 0, attributes, int(early))
 
 
 class Prepared:

@@ -31,7 +31,7 @@ from megafuse.codegen.matmul import (
 from megafuse.codegen.tiles import Cut, TileConfig, cycles, k_blocks, ranked, whole_splits
 from megafuse.errors import UnsupportedError
 from megafuse.runtime import cuda
-from megafuse.runtime.launch import Prepared, config, entry_point
+from megafuse.runtime.launch import Prepared, entry_point
 from megafuse.runtime.native import Launch, Patch
 from megafuse.runtime.product import (
     ALIGNMENT,
@@ -80,20 +80,18 @@ def compile_matmul(kernel: MatmulKernel, *, debug: bool = False) -> cuda.Cubin:
 
 
 @functools.cache
-def _load(kernel: MatmulKernel, device: int, debug: bool) -> _Loaded:
-    return _Loaded(kernel, device, debug)
+def _load(kernel: MatmulKernel, device: int, debug: bool, serial: bool) -> _Loaded:
+    return _Loaded(kernel, device, debug, serial)
 
 
 class _Loaded:
     """A product's kernels on one device, the first allowed its shared memory."""
 
-    def __init__(self, kernel: MatmulKernel, device: int, debug: bool) -> None:
-        self.module = cuda.CudaModule(compile_matmul(kernel, debug=debug), kernel.names, device)
+    def __init__(self, kernel: MatmulKernel, device: int, debug: bool, serial: bool) -> None:
+        cubin, shared = compile_matmul(kernel, debug=debug), {kernel.name: kernel.shared_bytes}
+        self.module = cuda.CudaModule(cubin, kernel.names, device, shared, serial)
         self.handle = self.module._kernels[kernel.name].handle
         self.context = self.module._context
-        with cuda._Current(self.context):
-            _check(_entry_points().allow_shared(self.handle, _DYNAMIC_SHARED, kernel.shared_bytes),
-                   f"asking for {kernel.shared_bytes} bytes of shared memory")  # fmt: skip
 
 
 Encoder = Callable[[int, int], int]
@@ -110,7 +108,6 @@ _OUTS_AT = _ARGS_BYTES + (MAX_INS - 1) * _MAP_BYTES
 _SUMS_AT = _OUTS_AT + (MAX_OUTS - 1) * _MAP_BYTES
 _STEPS = struct.Struct(f"={MAX_INS}i")  # and the pieces of a tile that go with a k-block
 _TAIL_BYTES = -(-(_SUMS_AT + 8 * MAX_SUMS + _STEPS.size) // 64) * 64
-_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE, _PROMOTE_256B = {64: 2, 128: 3}, 3
 
@@ -155,6 +152,7 @@ class Matmul:
         splits: int = 1,
         debug: bool = False,
         jitter: bool = False,
+        serial: bool = False,
     ) -> None:
         """tile, splits: how to cut the product; the cost model decides where no tile is given."""
         sm_count: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -164,7 +162,7 @@ class Matmul:
             spec = replace(spec, jitter=True)
         self.product, self.cut, self.kernel = product, cut, emit_matmul(spec)
         self.sums = sums(product, cut.splits) if spec.split else 0
-        self._loaded = _load(self.kernel, device, debug)
+        self._loaded = _load(self.kernel, device, debug, serial)
         layouts = layouts_of(product)
         assert isinstance(layouts, Layouts)
         self.grid = min(cut.pieces(product.batch, product.m, product.n), sm_count)
@@ -175,7 +173,7 @@ class Matmul:
         self._places = places(product, layouts, spec)
         """Of a, b, c, tensor, rows; with a tail of a, b, outs, ins, rows, column sums."""
         self._args = parameters(product, cut, layouts, spec)
-        self._config = config((self.grid, 1, 1), THREADS, self.kernel.shared_bytes)
+        self._config = self._loaded.module.entry(self.kernel.name, (self.grid, 1, 1), THREADS)[1]
         self._calls = _Calls()
         self._launch, self._readdress = _entry_points().launch, _entry_points().readdress
 
@@ -361,7 +359,8 @@ def integers(product: Product, cut: Cut, layouts: Layouts) -> tuple[int, ...]:
         raise UnsupportedError(f"{pieces} tiles are more than the kernel counts to")
     tensor = layouts.tensor or next(iter(layouts.ins), None)
     steps = layouts.a.step, layouts.b.step, tensor.step if tensor else 0
-    return product.m, product.n, m_tiles, n_tiles, pieces, k_blocks(product.k), *steps, cut.splits
+    m, n, blocks = product.m, product.whole_n, k_blocks(product.k)
+    return m, n, m_tiles, n_tiles, pieces, blocks, *steps, cut.splits
 
 
 def _encoder(layout: MapLayout, rows: int, columns: int) -> Encoder:
@@ -386,7 +385,6 @@ class _EntryPoints:
     launch: Any
     encode: Any
     readdress: Any
-    allow_shared: Any
 
 
 @functools.cache
@@ -397,9 +395,7 @@ def _entry_points() -> _EntryPoints:
                        number, number, number, number]  # fmt: skip
     readdress = entry_point("cuTensorMapReplaceAddress")
     readdress.argtypes = [pointer, pointer]
-    allow = entry_point("cuFuncSetAttribute")
-    allow.argtypes = [pointer, number, number]
-    return _EntryPoints(entry_point("cuLaunchKernelEx"), encode, readdress, allow)
+    return _EntryPoints(entry_point("cuLaunchKernelEx"), encode, readdress)
 
 
 def _check(status: int, doing: str) -> None:

@@ -75,6 +75,11 @@ class Product:
     def k(self) -> int:
         return self.a.shape[2]
 
+    @property
+    def whole_n(self) -> int:
+        """n, and what is left of the last 16 bytes of a row: columns that kernels compute too."""
+        return -(-self.n // 8) * 8
+
 
 def product_of(
     region: MatmulRegion, sizes: Mapping[str, int], body: tuple[str, ...] = ()
@@ -82,6 +87,7 @@ def product_of(
     """A planned matmul at run-time sizes, its result freshly allocated. body: its tail's code,
     which nothing but the building of a kernel asks for."""
     batch, m, n = (evaluate(d, sizes) for d in region.node.shape)
+    pitch = evaluate(region.node.room[-1], sizes)
     steps, rows, tensor = [], [], None
     for kind, operand in region.extras:
         view = View.of_operand(operand, sizes)
@@ -91,7 +97,7 @@ def product_of(
         else:
             steps.append(Step("add", "tensor"))
             tensor = view
-    result = View((batch, m, n), (m * n, n, 1), region.node.dtype)
+    result = View((batch, m, n), (m * pitch, pitch, 1), region.node.dtype)
     made = Product(View.of_operand(region.a, sizes), View.of_operand(region.b, sizes), result,
                    tuple(steps), tuple(rows), tensor)  # fmt: skip
     planned = region.tail
@@ -114,13 +120,14 @@ class MapLayout:
     step: int
 
 
+RESULT = "the result"
 _MOST_EXTENT, _MOST_STRIDE, ALIGNMENT = 1 << 31, 1 << 40, 16
 
 
 def map_layout(view: View, inner: int, name: str) -> MapLayout | str:
     """How the copy engine addresses `view` with dimension `inner` (1 or 2) contiguous; a sentence
-    when it cannot. It stores whole pieces of 16 bytes, past an extent that ends inside one, so no
-    operand may: of those that could be read exactly, dense ones fail by their stride anyway."""
+    when it cannot. It reads an extent exactly, but stores whole pieces of 16 bytes: rows of a
+    result that end inside one need the rest of it to themselves."""
     outer, size = 3 - inner, view.dtype.itemsize
     extents = view.shape[inner], view.shape[outer], view.shape[0]
     if extents[0] > 1 and view.strides[inner] != 1:
@@ -130,9 +137,10 @@ def map_layout(view: View, inner: int, name: str) -> MapLayout | str:
     if max(extents) >= _MOST_EXTENT:
         return f"{name} has an extent of {max(extents)}, more than a tensor map can hold"
     dense = extents[0] * size
-    if dense % ALIGNMENT:
+    whole = -(-dense // ALIGNMENT) * ALIGNMENT
+    if name == RESULT and dense != whole and view.strides[outer] * size != whole:
         return f"the rows of {name} are {dense} bytes long, which is no multiple of 16"
-    row = view.strides[outer] * size if extents[1] > 1 else dense
+    row = view.strides[outer] * size if extents[1] > 1 else whole
     shared = extents[2] == 1 or view.strides[0] == 0
     plane = row * extents[1] if shared else view.strides[0] * size
     for stride, what in ((row, "rows"), (plane, "batches")):
@@ -219,19 +227,22 @@ def _refused_tail(product: Product) -> str | None:
     for view in (*product.ins, *product.outs):
         if view.dtype != c.dtype or view.shape != c.shape:
             return f"the tail's tensors have the result's dtype and shape, not {view}"
+    if tail.sums and product.n % 8:
+        return "column sums of a tail are of whole pieces of 16 bytes"
     return refused_tail(tail)
 
 
 def _refused_row(row: View, batch: int, n: int) -> str | None:
-    size = row.dtype.itemsize
     if row.dtype not in (*HALVES, torch.float32):
         return f"a row operand is bfloat16, float16 or float32, not {row.dtype}"
     if row.shape not in ((n,), (batch, n), (1, n)):
         return f"a row operand has shape [{n}] or [{batch}, {n}], not {list(row.shape)}"
     if n > 1 and row.strides[-1] != 1:
         return "a row operand must be contiguous"
-    if n * size % ALIGNMENT or row.start % ALIGNMENT or row_stride(row) % ALIGNMENT:
-        return "a row operand's rows must start and end at multiples of 16 bytes"
+    if n % 8 and (len(row.shape) < 2 or row.strides[0] < -(-n // 8) * 8):
+        return "a row operand that ends inside 16 bytes needs the rest of them to itself"
+    if row.start % ALIGNMENT or row_stride(row) % ALIGNMENT:
+        return "a row operand's rows must start at multiples of 16 bytes"
     return None
 
 
@@ -248,10 +259,10 @@ def layouts_of(product: Product) -> Layouts | str:
     """How the copy engine addresses the operands; a sentence when it cannot."""
     a = _operand_layout(product.a, 2, "the left operand")
     b = _operand_layout(product.b, 1, "the right operand")
-    c = map_layout(product.c, 2, "the result")
+    c = map_layout(product.c, 2, RESULT)
     tensor = map_layout(product.tensor, 2, "the tensor operand") if product.tensor else None
     ins = [map_layout(v, 2, "an operand of the tail") for v in product.ins]
-    outs = [map_layout(v, 2, "a result of the tail") for v in product.outs]
+    outs = [map_layout(v, 2, RESULT) for v in product.outs]
     for found in (a, b, c, tensor, *ins, *outs):
         if isinstance(found, str):
             return found

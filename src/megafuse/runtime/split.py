@@ -9,7 +9,6 @@ from typing import Any
 from megafuse.codegen.matmul import FINISH_LANES, FINISH_THREADS, MAX_ROWS
 from megafuse.errors import UnsupportedError
 from megafuse.runtime.cuda import CudaModule
-from megafuse.runtime.launch import config
 from megafuse.runtime.native import Launch, Patch
 from megafuse.runtime.product import Product, row_stride
 
@@ -17,7 +16,7 @@ from megafuse.runtime.product import Product, row_stride
 def sums(product: Product, splits: int) -> int:
     """float32 elements of the workspace [batch, splits, m, n]. Raises UnsupportedError for more
     than the second kernel's 32-bit indices reach."""
-    count = splits * product.batch * product.m * product.n
+    count = splits * product.batch * product.m * product.whole_n
     if count >= 1 << 31:
         raise UnsupportedError(f"{count} sums of {splits} splits are more than can be indexed")
     return count
@@ -33,13 +32,13 @@ def finish_numbers(product: Product, splits: int) -> list[int]:
         *[r.start for r in product.rows], *pad, *[row_stride(r) for r in product.rows], *pad,
         c.strides[0] * size, c.strides[1] * size,
         *[s * size for s in (tensor.strides[:2] if tensor else (0, 0))],
-        product.batch, product.m, product.n, splits,
+        product.batch, product.m, product.whole_n, splits,
     ]  # fmt: skip
 
 
 def finish_blocks(product: Product) -> int:
     """How many blocks add up the sums of `product`."""
-    return -(-product.batch * product.m * product.n // (FINISH_LANES * FINISH_THREADS))
+    return -(-product.batch * product.m * product.whole_n // (FINISH_LANES * FINISH_THREADS))
 
 
 class Finish:
@@ -53,12 +52,11 @@ class Finish:
 
     def prepared(self, buffers: Sequence[Any]) -> Launch:
         """The same for `native.Queue`. buffers: what stands for workspace, c, tensor and rows."""
-        function, shared = self._module.entry(self._name)
         numbers = self._numbers
         patches = [Patch(8 * i, b, numbers[i]) for i, b in enumerate(buffers) if b is not None]
         args = struct.pack(f"={len(numbers)}q", *numbers)
-        what, how = f"{self._name} {self._grid}", config(self._grid, FINISH_THREADS, shared)
-        return Launch(what, function, how, args, tuple(patches))
+        entry = self._module.entry(self._name, self._grid, FINISH_THREADS)
+        return Launch(f"{self._name} {self._grid}", *entry, args, tuple(patches))
 
     def launch(self, workspace: int, c: int, tensor: int, rows: Sequence[int], stream: int) -> None:
         """Enqueues it. All but the stream are addresses where the buffers start."""

@@ -11,11 +11,12 @@ from megafuse.codegen.matmul import ARCH
 from megafuse.codegen.rows import RowKernel, emit_rows
 from megafuse.codegen.schedule import cuda_schedules
 from megafuse.codegen.tail import emit_tail
+from megafuse.config import Options
 from megafuse.device import DeviceSpec
 from megafuse.fusion.plan import GraphPlan, MatmulRegion
-from megafuse.ir import Node, evaluate
+from megafuse.ir import Node
 from megafuse.runtime.arena import Work
-from megafuse.runtime.built import BuiltRegion, RowCall, Step, Values, current_stream
+from megafuse.runtime.built import BuiltRegion, RowCall, Step, Values, allocator, current_stream
 from megafuse.runtime.cuda import Cubin, CudaModule, compile_cubin
 from megafuse.runtime.matmul import Matmul, cut_of, partials
 from megafuse.runtime.product import Product, accepts, product_of
@@ -46,12 +47,13 @@ def emit_sums(plan: GraphPlan, region: MatmulRegion) -> tuple[RowKernel, Cubin]:
     return kernel, compile_cubin(source, [kernel.finish], ARCH, fast=kernel.fast)
 
 
-def built_sums(plan: GraphPlan, region: MatmulRegion, device: int) -> BuiltRegion:
+def built_sums(plan: GraphPlan, region: MatmulRegion, device: int, serial: bool) -> BuiltRegion:
     """The same, loaded."""
     assert region.tail is not None
     kernel, cubin = emit_sums(plan, region)
     assert kernel.finish is not None
-    return BuiltRegion(region.tail.region, kernel, CudaModule(cubin, [kernel.finish], device), 1)
+    module = CudaModule(cubin, [kernel.finish], device, serial=serial)
+    return BuiltRegion(region.tail.region, kernel, module, 1)
 
 
 class Tailed:
@@ -59,16 +61,18 @@ class Tailed:
 
     def __init__(
         self, region: MatmulRegion, product: Product, sums: RowCall | None,
-        sizes: Mapping[str, int], device: torch.device, debug: bool, apart: Callable[[], Step],
+        sizes: Mapping[str, int], device: torch.device, options: Options,
+        apart: Callable[[], Step],
     ) -> None:  # fmt: skip
         """sums: the launch that adds up partial sums, where there are any. apart: makes the step
         that runs where an operand's address does not suit the kernel."""
         assert region.tail is not None and device.index is not None
         self.region, self.sums, self.device = region, sums, device
-        self.kernel = Matmul(product, device.index, debug=debug)
+        debug, serial = options.debug, options.serial
+        self.kernel = Matmul(product, device.index, debug=debug, serial=serial)
         self._apart = apart
         self._made: Step | None = None
-        self._new = [(n, [evaluate(d, sizes) for d in n.shape], n.dtype) for n in region.writes()]
+        self._new = [(n, allocator(n, sizes)) for n in region.writes()]
         rows = [o.buffer for _, o in region.extras]
         outs = [o.buffer for _, o in region.tail.outs]
         ins = [o.buffer for _, o in region.tail.ins]
@@ -78,12 +82,12 @@ class Tailed:
         """Allocates what the region writes, then launches it."""
         device, sums = self.device, self.sums
         before = set(values)
-        for node, extents, dtype in self._new:
+        for node, allocate in self._new:
             if node not in values:  # a concatenation has other writers too
-                values[node] = torch.empty(extents, dtype=dtype, device=device)
+                values[node] = allocate(device)
         pointers = [values[n].data_ptr() for n in self._operands]
         if not self.kernel.aligned(*pointers):
-            for node, _, _ in self._new:
+            for node, _ in self._new:
                 if node not in before:
                     del values[node]
             if self._made is None:

@@ -275,7 +275,8 @@ def method(cuda: bool, counted: bool) -> str:
             "DRAM bytes need a GPU (--device cuda, --ncu)."
         )
     text = (
-        "Device time from PyTorch's profiler, mean of 5 steps, caches as the step leaves them. "
+        "Device time from PyTorch's profiler, mean of 5 steps, caches as the step leaves them, one "
+        "kernel after the other. "
         "Plan bytes: each region's tensors once."
     )
     if counted:

@@ -195,10 +195,20 @@ MF_FN void write_one(T* p, real v) {
 
 // ---- entry points -------------------------------------------------------------------------------
 
+namespace mf {
+// A row kernel's first act. The next kernel may start at once: by then all blocks of this one have
+// their places, and what it does first is wait.
+MF_FN void begin() {
+  ptx::wait_for_predecessor();
+  ptx::let_successor_start();
+}
+}  // namespace mf
+
 // Teams beyond the last part leave before anything else, a whole team at a time.
 #define MF_KERNEL(NAME)                                                                       \
   extern "C" __global__ void __launch_bounds__(NAME::Team::THREADS, NAME::min_blocks)         \
       NAME(const __grid_constant__ NAME::Args a) {                                            \
+    mf::begin();                                                                              \
     const NAME::Team team;                                                                    \
     if (team.part() < a.parts) NAME::run(team, a);                                            \
   }
@@ -206,12 +216,14 @@ MF_FN void write_one(T* p, real v) {
 #define MF_GROUP_KERNEL(NAME)                                                                 \
   extern "C" __global__ void __launch_bounds__(NAME::Team::THREADS, NAME::min_blocks)         \
       NAME(const __grid_constant__ NAME::Args a) {                                            \
+    mf::begin();                                                                              \
     const NAME::Team team;                                                                    \
     NAME::run(team, a);                                                                       \
   }
 // Launch with blocks of 32 x 8 and grid (any, number of sums).
 #define MF_FINISH(NAME)                                                                       \
   extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ NAME::Args a) { \
+    mf::begin();                                                                              \
     NAME::run(mf::Finisher(), a);                                                             \
   }
 

@@ -143,30 +143,46 @@ MF_FN void named_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// A kernel of ours may start while the one before it on the stream still runs. Every thread waits
+// for that one's end, and for all it wrote, before it touches memory ...
+MF_FN void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// ... and a block says when it does not mind the next kernel's blocks beside it.
+MF_FN void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 }  // namespace ptx
 
-// The three ways to read memory.
+// The three ways to read memory. None is .nc: that path is for what nobody writes while the kernel
+// runs, and a kernel that starts early runs while its predecessor writes. All are volatile, so that
+// none moves up in front of the wait.
 //   Once    streamed rows: not kept in L1; stays where it was written in the program, because a
-//           prefetch that drifts down to its use is no prefetch (not .nc: that may drift)
-//   Kept    parameters and re-read rows: read-only path, cached, free to move
-//   Fresh   what this launch itself has written: ordinary loads, ordered with its stores
-#define MF_READER(NAME, ASM, HOW, MEMORY)                                                       \
+//           prefetch that drifts down to its use is no prefetch
+//   Kept    parameters and re-read rows: cached
+//   Fresh   what this launch itself has written: ordered with its stores
+#define MF_READER(NAME, HOW, MEMORY)                                                            \
   struct NAME {                                                                                  \
     template <int BYTES>                                                                         \
     MF_FN static void load(Raw<BYTES>& r, const void* p) {                                       \
       if constexpr (BYTES == 1) {                                                                \
-        ASM("ld.global" HOW ".u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p) MEMORY);                     \
+        asm volatile("ld.global" HOW ".u8 %0, [%1];" : "=r"(r.w[0]) : "l"(p) MEMORY);            \
       } else if constexpr (BYTES == 2) {                                                         \
         unsigned short half;                                                                     \
-        ASM("ld.global" HOW ".u16 %0, [%1];" : "=h"(half) : "l"(p) MEMORY);                      \
+        asm volatile("ld.global" HOW ".u16 %0, [%1];" : "=h"(half) : "l"(p) MEMORY);             \
         r.w[0] = half;                                                                           \
       } else if constexpr (BYTES == 4) {                                                         \
-        ASM("ld.global" HOW ".u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p) MEMORY);                    \
+        asm volatile("ld.global" HOW ".u32 %0, [%1];" : "=r"(r.w[0]) : "l"(p) MEMORY);           \
       } else if constexpr (BYTES == 8) {                                                         \
-        ASM("ld.global" HOW ".v2.u32 {%0, %1}, [%2];"                                            \
+        asm volatile("ld.global" HOW ".v2.u32 {%0, %1}, [%2];"                                   \
             : "=r"(r.w[0]), "=r"(r.w[1]) : "l"(p) MEMORY);                                       \
       } else {                                                                                   \
-        MF_UNROLL for (int i = 0; i < BYTES / 16; ++i) ASM(                                      \
+        MF_UNROLL for (int i = 0; i < BYTES / 16; ++i) asm volatile(                             \
             "ld.global" HOW ".v4.u32 {%0, %1, %2, %3}, [%4];"                                    \
             : "=r"(r.w[4 * i]), "=r"(r.w[4 * i + 1]), "=r"(r.w[4 * i + 2]), "=r"(r.w[4 * i + 3]) \
             : "l"((const char*)p + 16 * i) MEMORY);                                              \
@@ -174,9 +190,9 @@ MF_FN void named_barrier(int id) {
     }                                                                                            \
   };
 #define MF_ORDERED : "memory"
-MF_READER(Once, asm volatile, ".L1::no_allocate", )
-MF_READER(Kept, asm, ".nc", )
-MF_READER(Fresh, asm volatile, "", MF_ORDERED)
+MF_READER(Once, ".L1::no_allocate", )
+MF_READER(Kept, "", )
+MF_READER(Fresh, "", MF_ORDERED)
 #undef MF_READER
 #undef MF_ORDERED
 

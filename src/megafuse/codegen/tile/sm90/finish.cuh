@@ -23,6 +23,7 @@ constexpr int FINISH_LANES = 4, FINISH_THREADS = 64, IN_FLIGHT = 16;
 // of 8, and the runtime lets no index exceed 32 bits.
 template <class F>
 MF_FN void finish_product(const FinishArgs& a) {
+  begin();
   const u32 pieces = u32(a.n) / FINISH_LANES, at = blockIdx.x * FINISH_THREADS + threadIdx.x;
   const u32 line = at / pieces, column = (at - line * pieces) * FINISH_LANES;
   const u32 batch = line / u32(a.m), row = line - batch * u32(a.m);

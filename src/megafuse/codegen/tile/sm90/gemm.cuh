@@ -25,8 +25,6 @@ template <class S>
 MF_FN void load_operands(const Args& args, const Shared<S>& shared) {
   using A = Operand<S::a_k_major>;
   using B = Operand<S::b_k_major>;
-  ptx::prefetch(&args.a);
-  ptx::prefetch(&args.b);
   Ring<S::stages> ring;
   MF_TILES(q, args) {
     const Tile tile = tile_at<S>(args, q);
@@ -43,6 +41,9 @@ MF_FN void load_operands(const Args& args, const Shared<S>& shared) {
       ring.next();
     }
   }
+  // What is left takes about as long as a launch. Earlier, the next kernel's blocks would crowd
+  // on the multiprocessors that this one leaves free.
+  mf::ptx::let_successor_start();
 }
 
 template <class S>
@@ -333,8 +334,11 @@ MF_FN void gemm(const A& all) {
   if (threadIdx.x == 0) {
     if (shared.base % 1024 != 0) __trap();
     shared.init();
+    ptx::prefetch(&args.a);
+    ptx::prefetch(&args.b);
   }
   __syncthreads();
+  mf::ptx::wait_for_predecessor();  // the maps are parameters, all else is memory
 
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (warpgroup == 0) {
