@@ -22,7 +22,16 @@ from megafuse.runtime import matmul as runtime
 from megafuse.runtime.cuda import DriverError
 from megafuse.runtime.launch import Grid, config
 from megafuse.runtime.matmul import cut_of, spec_of
-from megafuse.runtime.product import MapLayout, Product, View, accepts, map_layout, product_of
+from megafuse.runtime.product import (
+    Layouts,
+    MapLayout,
+    Product,
+    View,
+    accepts,
+    layouts_of,
+    map_layout,
+    product_of,
+)
 
 BF16 = torch.bfloat16
 T, B, D, H = 64, 1024, 1280, 2560
@@ -278,7 +287,7 @@ def test_maps_are_encoded_once_and_then_readdressed(driver: FakeDriver) -> None:
     thread.start()
     thread.join()
     assert [c[0] for c in driver.calls] == ["encode"] * 3 + ["launch"]
-    with pytest.raises(ValueError, match="0 row operands for 1"):
+    with pytest.raises(ValueError, match="4 addresses for 5 operands"):
         matmul.launch(0x1000, 0x2000, 0x9000, 5)
 
 
@@ -316,7 +325,11 @@ def test_the_struct_is_as_long_as_the_driver_copies() -> None:
     product = Product(X, W1, dense(T, B, 2 * H))
     source = emit_matmul(spec_of(product, cut_of(product, 132))).source
     assert source.count("MAX_ROW_OPERANDS = 2") == 1
-    call = runtime._Call(ctypes.c_void_p(99), bytes(56), bytes(runtime._REST.size))
+    cut = cut_of(product, 132)
+    layouts = layouts_of(product)
+    assert isinstance(layouts, Layouts)
+    args = runtime.parameters(product, cut, layouts, spec_of(product, cut))
+    call = runtime._Call(ctypes.c_void_p(99), bytes(56), args)
     end = call.address + 640
     assert call.address % 64 == 0
     assert end <= ctypes.addressof(call._room) + len(call._room)

@@ -23,9 +23,13 @@ KEPT = 3
 class StageEmitter:
     """One stage: streams, phases and stores."""
 
-    def __init__(self, e: Emitter, k: int, stage: Stage, layout: StageSchedule) -> None:
+    def __init__(
+        self, e: Emitter, k: int, stage: Stage, layout: StageSchedule,
+        streams: RowStreams | None = None,
+    ) -> None:  # fmt: skip
+        """streams: where buffers are read, by default as `layout` says."""
         self.e, self.k, self.stage, self.layout = e, k, stage, layout
-        self.streams = RowStreams(e, k, stage, layout)
+        self.streams = streams or RowStreams(e, k, stage, layout)
         self.col_set = self.streams.col_set
         self.made = produced(stage)
         self.epilogue: list[str] = []  # after all rows

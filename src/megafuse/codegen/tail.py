@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megafuse.codegen.emitter import Emitter
 from megafuse.codegen.matmul import Tail
 from megafuse.codegen.rows import is_fast
-from megafuse.codegen.schedule import Schedule
+from megafuse.codegen.schedule import Schedule, StageSchedule
 from megafuse.codegen.stage import StageEmitter
 from megafuse.fusion import plan
 from megafuse.fusion.plan import Root
-from megafuse.index import Coords
+from megafuse.index import Axis, Coords
 from megafuse.ir import Node
 
 
@@ -34,14 +35,11 @@ class _Elements(StageEmitter):
     def __init__(self, node: Node, tail: plan.Tail, buffers: set[Node], rounding: bool) -> None:
         region = tail.region
         (stage,) = region.stages
-        self.e = Emitter(region, buffers, Schedule(1, 1, ()), rounding, is_fast(region))
-        self.k, self.stage = 0, stage
-        self.col_set = set(stage.axes)
-        self.made = {}
-        self.scalars, self.phases, self.keeps, self.kept_done = {}, {}, {}, set()
-        self.counter = 0
+        emitter = Emitter(region, buffers, Schedule(1, 1, ()), rounding, is_fast(region))
         names = {(read.node, read.coords): f"t[{i}]" for i, (read, _) in enumerate(tail.ins)}
-        self.streams = _Names(node, names)  # type: ignore[assignment]
+        streams: Any = _Names(node, names, set(stage.axes))
+        super().__init__(emitter, 0, stage, StageSchedule(0, 1, 1, False), streams)
+        self.scaled = set()
         self.before: list[str] = []
         self.body: list[str] = []
         self.memo: dict[tuple[Node, Coords], str] = {}
@@ -61,8 +59,11 @@ class _Elements(StageEmitter):
 class _Names:
     """What stands for the streams of a row: the element at hand of every tensor."""
 
-    def __init__(self, node: Node, names: dict[tuple[Node, Coords], str]) -> None:
-        self.node, self.names = node, names
+    def __init__(
+        self, node: Node, names: dict[tuple[Node, Coords], str], axes: set[Axis]
+    ) -> None:
+        """axes: of the stage; along all of them values differ."""
+        self.node, self.names, self.col_set = node, names, axes
 
     def leaf(self, node: Node, coords: Coords) -> tuple[str, bool]:
         """(name, whether it varies along a row: it is named, and that is all)."""

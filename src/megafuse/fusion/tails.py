@@ -121,6 +121,12 @@ def _tail(before: MatmulRegion, region: RowRegion, buffers: set[Node], needed: b
     for operand in (o for _, o in (*ins, *outs)):
         if operand.buffer.dtype != node.dtype:
             raise Mismatch(f"{operand.buffer.name} is {operand.buffer.dtype}, not {node.dtype}")
+    for operand in (o for _, o in (*ins, *outs)):
+        _check_address(operand)
+    if any(_shares_pieces(operand) for _, operand in outs):
+        raise Mismatch("rows of a result end inside 16 bytes that others share")
+    if sums and _partial(node.shape[2]):
+        raise Mismatch("column sums of a tail are of whole pieces of 16 bytes")
     counts = (len(ins), MOST_INS), (len(outs), MOST_OUTS), (len(sums), MOST_SUMS)
     if any(count > most for count, most in counts) or not outs:
         raise Mismatch(
@@ -128,6 +134,27 @@ def _tail(before: MatmulRegion, region: RowRegion, buffers: set[Node], needed: b
             "staging has room for"
         )
     return Tail(region, ins, tuple(outs), sums, each)
+
+
+def _partial(extent: Dim) -> bool:
+    """Whether so many elements are known to be no multiple of 16 bytes."""
+    return isinstance(extent, int) and extent % 8 != 0
+
+
+def _check_address(operand: Operand) -> None:
+    """Refuse, of what is known now, what the copy engine cannot address: the row region can."""
+    batch, rows, _ = operand.shape
+    steps = [s for s, extent in zip(operand.strides, (batch, rows), strict=False) if extent != 1]
+    if any(map(_partial, (*steps, operand.offset))):
+        name = operand.buffer.name
+        raise Mismatch(f"the rows of {name} do not all start at multiples of 16 bytes")
+
+
+def _shares_pieces(operand: Operand) -> bool:
+    """The copy engine writes whole pieces: what is left of a row's last one must be its own."""
+    columns = operand.shape[2]
+    return isinstance(columns, int) and _partial(columns) and (
+        operand.strides[1] != columns + -columns % 8)  # fmt: skip
 
 
 class _Place:

@@ -191,9 +191,11 @@ class Executor:
 
     def _tailed_work(self, region: MatmulRegion, sizes: Mapping[str, int]) -> Work:
         plan, options, tail = self.plan, self.options, region.tail
-        assert tail is not None and self.device.index is not None
-        product = tailed_product(plan, region, sizes, options.rounding == "eager",
-                                 self.spec.sm_count)  # fmt: skip
+        assert tail is not None
+        product = None
+        if self.device.type == "cuda":
+            rounding = options.rounding == "eager"
+            product = tailed_product(plan, region, sizes, rounding, self.spec.sm_count)
         if product is None:
             return Work(region, self._apart(region, sizes))
         sums = None
