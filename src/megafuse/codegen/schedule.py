@@ -124,7 +124,7 @@ MANY_ROWS = 8_192
 """From here on there are rows enough for every multiprocessor whatever the layout."""
 
 THREADS = 256  # of a block, where a row needs fewer
-CROWDED = 512  # of a group's block that has a multiprocessor to itself, with half the registers
+CROWDED = 384  # of a group's block that has a multiprocessor to itself and sums no columns
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 LONE = 192  # threads of a row from which on a block has but one
 CROWD = 20  # warps on a multiprocessor then
@@ -135,6 +135,7 @@ TILED_WAYS = (
 """Blocks that turn tiles on a multiprocessor, elements of a thread, whether parameters are held."""
 FEWEST_WARPS = 8  # on a multiprocessor, where there are rows enough for them
 REGISTERS = 330  # a layout that needs more by our estimate is not worth compiling
+REGISTERS_OF_SM = 65_536
 SHARED = 200_000  # bytes of rings a block may have
 PINNED = 8_192  # elements of a tensor that a group may keep unpacked in shared memory
 ON_THE_WAY = 36_000  # bytes of next rows that hide the memory's latency
@@ -171,6 +172,8 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             yield from _shelved(region, schedule, columns)
         if _shared_bytes(region, schedule) > SHARED:
             continue
+        if group and not many:
+            yield from _together(region, schedule)
         fits = all(
             _registers(s, schedule) * x.steps * x.lanes + 40 <= REGISTERS
             for s, x in zip(region.stages, stages, strict=True)
@@ -209,16 +212,34 @@ def _shelved(region: RowRegion, schedule: Schedule, columns: bool) -> Iterator[S
     """The same with a shelf. A shelf as large as a multiprocessor leaves room for one block, which
     then has all the threads: with column sums, whose registers each of them needs, half as many."""
     fewest = min(_group_rows(region, s) for s in region.stages)
-    teams = CROWDED // schedule.team
-    if schedule.hold and not columns and fewest >= 2 * teams:
-        # Half the registers: parameters unpacked in shared memory, and narrow vectors.
-        narrow = tuple(_layout(s, schedule.team, widest=4) for s in region.stages)
-        crowded = replace(schedule, teams=teams, stages=narrow, hold=False)
-        if (found := with_shelf(region, crowded)) is not None:
-            yield found
+    wide = replace(schedule, stages=tuple(_layout(s, schedule.team, WIDEST) for s in region.stages))
+    crowded = CROWDED // schedule.team
+    found: Schedule | None = None
+    if schedule.hold and not columns and fewest >= 2 * crowded:
+        found = with_shelf(region, replace(wide, teams=crowded), pin=False)
+    elif columns:  # which need the registers of parameters: those are unpacked in shared memory
+        teams = max(schedule.teams, THREADS // schedule.team)
+        found = with_shelf(region, replace(wide, teams=teams, hold=False))
+    if found is not None:
+        yield found
     teams = max(schedule.teams, THREADS // schedule.team)
     if (found := with_shelf(region, replace(schedule, teams=teams))) is not None:
         yield found
+
+
+def _together(region: RowRegion, schedule: Schedule) -> Iterator[Schedule]:
+    """The same with many threads, a warp a row or as it is: a group is one block's, and few groups
+    leave most multiprocessors idle, so that what counts is how long a group takes."""
+    fewest = min(_group_rows(region, s) for s in region.stages)
+    warps = replace(schedule, team=32, stages=tuple(_layout(s, 32, WIDEST) for s in region.stages))
+    for form, threads in itertools.product((warps, schedule), (2 * THREADS, CROWDED, THREADS)):
+        teams = min(threads // form.team, fewest)
+        room = min(255, REGISTERS_OF_SM // max(1, teams * form.team))
+        if teams * form.team > schedule.threads and not any(x.long for x in form.stages) and all(
+            _registers(s, replace(form, hold=False)) * x.steps * x.lanes + 40 <= room
+            for s, x in zip(region.stages, form.stages, strict=True)
+        ):  # fmt: skip
+            yield replace(form, teams=teams, hold=False)
 
 
 def _group_rows(region: RowRegion, stage: Stage) -> int:

@@ -307,7 +307,7 @@ def parameters(product: Product, cut: Cut, layouts: Layouts, spec: MatmulSpec) -
     if spec.tail:
         steps = [x.step for x in layouts.ins[1:]]
         steps += [0] * (MAX_INS - 1 - len(steps))
-        pieces = -(-cut.tile.width // 16 // max(1, k_blocks(product.k) - 1))
+        pieces = -(-256 * cut.tile.width // 16 // max(1, k_blocks(product.k) - 1))
         _STEPS.pack_into(args, _SUMS_AT + 8 * MAX_SUMS, *steps, pieces)
     return bytes(args)
 

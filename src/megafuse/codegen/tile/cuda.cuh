@@ -87,7 +87,19 @@ MF_FN float rcp(float x) { return ptx::rcp(x); }
 MF_FN float rsqrt(float x) { return ptx::rsqrt(x); }
 MF_FN float div(float a, float b) { return ::__fdividef(a, b); }
 MF_FN float sigmoid(float x) { return ptx::rcp(1.f + scalar::exp(-x)); }
+// Abramowitz and Stegun, 7.1.26: within 2e-7; below 0.4 four terms of the series, within 2^-17 of the
+// value. Half the instructions of erff.
+MF_FN float erf(float x) {
+  const float a = ::fabsf(x), t = ptx::rcp(::fmaf(0.3275911f, a, 1.f)), y = x * x;
+  float p = ::fmaf(::fmaf(1.061405429f, t, -1.453152027f), t, 1.421413741f);
+  p = ::fmaf(::fmaf(p, t, -0.284496736f), t, 0.254829592f) * t;
+  const float large = ::copysignf(::fmaf(-p, ptx::ex2(-1.44269504f * y), 1.f), x);
+  float q = ::fmaf(::fmaf(-0.0268661706f, y, 0.112837917f), y, -0.376126389f);
+  q = ::fmaf(q, y, 1.12837917f) * x;
+  return a < 0.4f ? q : large;
+}
 #else
+MF_FN float erf(float x) { return ::erff(x); }
 MF_FN float exp(float x) { return ::expf(x); }
 MF_FN float exp2(float x) { return ::exp2f(x); }
 MF_FN float rcp(float x) { return 1.f / x; }
@@ -107,7 +119,6 @@ MF_FN float log(float x) { return ::logf(x); }
 MF_FN float log1p(float x) { return ::log1pf(x); }
 MF_FN float log2(float x) { return ::log2f(x); }
 MF_FN float sqrt(float x) { return ::sqrtf(x); }
-MF_FN float erf(float x) { return ::erff(x); }
 MF_FN float sin(float x) { return ::sinf(x); }
 MF_FN float cos(float x) { return ::cosf(x); }
 MF_FN float pow(float x, float y) { return ::powf(x, y); }

@@ -220,7 +220,9 @@ struct Either { using type = A; };
 template <class A, class B>
 struct Either<false, A, B> { using type = B; };
 
-// each: pieces of the tail that go with a k-block.
+constexpr int BURST = 2;  // pieces of a tail that go with one k-block at the most
+
+// each: pieces of the tail that go with a k-block, times 256.
 template <class S>
 MF_FN void consume(const Args& args, int each, const Shared<S>& shared, int group) {
   using A = Operand<S::a_k_major>;
@@ -249,10 +251,17 @@ MF_FN void consume(const Args& args, int each, const Shared<S>& shared, int grou
       MF_UNROLL for (int k = 0; k < BLOCK_K / MMA_K; ++k)
         S::mma(acc, a + k * (A::step >> 4), b + k * (B::step >> 4), (block | k) != 0);
       ptx::mma_commit();
+      const auto release = [&] {  // the stage before, whose products have ended
+        if (block > 0) {
+          ptx::mma_wait<1>();
+          if (leader) ptx::arrive(shared.empty(last));
+        }
+      };
+      if (S::tail) release();  // a piece takes long: the next operands are on their way meanwhile
       // Under these products: the previous tile leaves, then this tile's operand arrives.
       if constexpr (S::tail) {
         // What was late may catch up, but not so fast that the tensor cores run dry.
-        staging.advance(words, min(each * (block + 1), staging.piece() + 2 * each), false);
+        staging.advance(words, min(each * (block + 1) >> 8, staging.piece() + BURST), false);
       } else {
         MF_UNROLL for (int p = 0; p < pairs; ++p) {
           if (pending && block == p) {
@@ -266,10 +275,7 @@ MF_FN void consume(const Args& args, int each, const Shared<S>& shared, int grou
           }
         }
       }
-      if (block > 0) {
-        ptx::mma_wait<1>();
-        if (leader) ptx::arrive(shared.empty(last));
-      }
+      if (!S::tail) release();
       last = ring.stage;
       ring.next();
     }

@@ -22,7 +22,7 @@ struct TailArgs {
   TensorMap in[MAX_INS - 1], out[MAX_OUTS - 1];
   float* sums[MAX_SUMS];
   int in_step[MAX_INS - 1];
-  int pieces;  // of a finished tile that are worked off with each k-block of the next
+  int pieces;  // of a finished tile for each k-block of the next, times 256
 };
 
 constexpr int CHUNK_SUMS = 4 * TAIL_CHUNK;  // floats: a row of sums of each warp
@@ -34,43 +34,64 @@ MF_FN u32 sums_at(const Shared<S>& shared, int group, int place, int sum) {
 
 // ---- a mover's whole warp -----------------------------------------------------------------------
 
+// The chunks of a consumer's tiles, one after the other. A tile's place takes divisions, which a lone
+// thread is slow at, so it is worked out once a tile.
+template <class S>
+struct Walk {
+  int q, j = 0, row, column, batch;
+
+  MF_FN Walk(const Args& args, int group) : q(blockIdx.x) { place(args, group); }
+  MF_FN bool more(const Args& args) const { return q < args.tiles; }
+  MF_FN void next(const Args& args, int group) {
+    column += TAIL_CHUNK;
+    if (++j == Shared<S>::chunks) {
+      j = 0;
+      q += gridDim.x;
+      place(args, group);
+    }
+  }
+
+ private:
+  MF_FN void place(const Args& args, int group) {
+    const Tile tile = tile_at<S>(args, q);
+    row = first_row<S>(tile, group);
+    column = first_column<S>(tile, group);
+    batch = tile.batch;
+  }
+};
+
+template <class S>
+MF_FN void bring(const TailArgs& all, const Shared<S>& shared, int group, const Walk<S>& at, int place) {
+  const u32 full = shared.to_consumer(group, place);
+  ptx::jitter(3);
+  ptx::arrive_expecting(full, S::ins * TAIL_CHUNK_BYTES);
+  MF_UNROLL for (int i = 0; i < S::ins; ++i) {
+    const int step = i == 0 ? all.base.tensor_step : all.in_step[i - 1];
+    ptx::load_box(shared.slot(group, place, i), i == 0 ? &all.base.tensor : &all.in[i - 1], full,
+                  at.column, at.row, at.batch * step);
+  }
+}
+
 template <class S>
 MF_FN void serve_tail(const TailArgs& all, const Shared<S>& shared, int group) {
   using Sh = Shared<S>;
   const Args& args = all.base;
   const int lane = threadIdx.x % 32;
-  const int tiles = args.tiles > int(blockIdx.x) ? (args.tiles - 1 - blockIdx.x) / gridDim.x + 1 : 0;
-  const int chunks = tiles * Sh::chunks;
-
-  const auto bring = [&](int c, int place) {
-    const Tile tile = tile_at<S>(args, blockIdx.x + c / Sh::chunks * gridDim.x);
-    const int row = first_row<S>(tile, group);
-    const int column = first_column<S>(tile, group) + c % Sh::chunks * TAIL_CHUNK;
-    const u32 full = shared.to_consumer(group, place);
-    ptx::jitter(3);
-    ptx::arrive_expecting(full, S::ins * TAIL_CHUNK_BYTES);
-    MF_UNROLL for (int i = 0; i < S::ins; ++i) {
-      const int step = i == 0 ? args.tensor_step : all.in_step[i - 1];
-      ptx::load_box(shared.slot(group, place, i), i == 0 ? &args.tensor : &all.in[i - 1], full,
-                    column, row, tile.batch * step);
-    }
-  };
-  if (lane == 0) {
-    for (int c = 0; c < Sh::places && c < chunks; ++c) bring(c, c);
+  Walk<S> in(args, group), out = in;
+  for (int place = 0; place < Sh::places; ++place) {
+    if (lane == 0 && in.more(args)) bring<S>(all, shared, group, in, place);
+    in.next(args, group);
   }
   Ring<Sh::places> ring;
-  _Pragma("unroll 1") for (int c = 0; c < chunks; ++c) {
+  _Pragma("unroll 1") for (; out.more(args); out.next(args, group)) {
     const int place = ring.stage;
-    const Tile tile = tile_at<S>(args, blockIdx.x + c / Sh::chunks * gridDim.x);
-    const int row = first_row<S>(tile, group);
-    const int column = first_column<S>(tile, group) + c % Sh::chunks * TAIL_CHUNK;
     ptx::wait(shared.to_mover(group, place), ring.phase);
     ptx::jitter(5);
     if (lane == 0) {
-      if (row < args.m && column < args.n) {
+      if (out.row < args.m && out.column < args.n) {
         MF_UNROLL for (int o = 0; o < S::outs; ++o)
-          ptx::store_box(o == 0 ? &args.c : &all.out[o - 1], shared.slot(group, place, o), column, row,
-                         tile.batch);
+          ptx::store_box(o == 0 ? &args.c : &all.out[o - 1], shared.slot(group, place, o), out.column,
+                         out.row, out.batch);
       }
       ptx::commit_stores();
     }
@@ -82,16 +103,17 @@ MF_FN void serve_tail(const TailArgs& all, const Shared<S>& shared, int group) {
         ptx::load_words(from + 4 * TAIL_CHUNK * warp, word);
         total += __uint_as_float(word[0]);
       }
-      if (row < args.m && column + lane < args.n) {
+      if (out.row < args.m && out.column + lane < args.n) {
         const i64 blocks = (args.m + ROWS - 1) / ROWS;
-        all.sums[s][(tile.batch * blocks + row / ROWS) * args.n + column + lane] = total;
+        all.sums[s][(out.batch * blocks + out.row / ROWS) * args.n + out.column + lane] = total;
       }
     }
     __syncwarp();
-    if (lane == 0 && c + Sh::places < chunks) {
+    if (lane == 0 && in.more(args)) {
       ptx::stores_have_read<0>();
-      bring(c + Sh::places, place);
+      bring<S>(all, shared, group, in, place);
     }
+    in.next(args, group);
     ring.next();
   }
   if (lane == 0) ptx::stores_are_done();
@@ -165,24 +187,27 @@ struct Tail {
     }
   }
 
-  // Columns 16 * i to 16 * i + 15 of the chunk, 8 at a time: registers are scarce.
+  // Columns 16 * i to 16 * i + 15 of the chunk. All operands are asked for at once, and the two halves
+  // are independent, because two warps of a scheduler hide little of each other's latencies.
   MF_FN void one(const u32 (&x)[4], int i) const {
     // This lane's 16 bytes of the chunk's first 8 columns; two rows of 64 bytes share a swizzle.
     const u32 lane = ptx::thread(), row = lane % 128 / 32 * 16 + lane % 16;
     const u32 from = shared.slot(group, ring.stage) + row * 64 + (row / 2 % 4 << 4);
     float added[S::sums + 1][4] = {};
+    u32 in[S::ins + 1][4];  // words 0 and 1: columns 0 to 7, rows r and r + 8; 2 and 3: columns 8 to 15
+    MF_UNROLL for (int k = 0; k < S::ins; ++k)
+    MF_UNROLL for (int g = 0; g < 2; ++g)
+      ptx::load_matrices((from ^ u32(2 * i + g) << 4) + k * TAIL_CHUNK_BYTES, in[k][2 * g],
+                         in[k][2 * g + 1]);
     MF_UNROLL for (int g = 0; g < 2; ++g) {
-      u32 in[S::ins + 1][2], out[S::outs][2];
-      const u32 here = from ^ u32(2 * i + g) << 4;
-      MF_UNROLL for (int k = 0; k < S::ins; ++k)
-        ptx::load_matrices(here + k * TAIL_CHUNK_BYTES, in[k][0], in[k][1]);
-      // A word holds two neighbouring columns, of row r or r + 8.
+      u32 out[S::outs][2];
       MF_UNROLL for (int h = 0; h < 2; ++h) {
+        const int w = 2 * g + h;
         float y[S::outs][2];
         MF_UNROLL for (int e = 0; e < 2; ++e) {
           float t[S::ins + 1], results[S::outs], sums[S::sums + 1];
-          MF_UNROLL for (int k = 0; k < S::ins; ++k) t[k] = Storage<Word>::get(&in[k][h], e);
-          S::after(Storage<Word>::get(&x[2 * g + h], e), t, results, sums);
+          MF_UNROLL for (int k = 0; k < S::ins; ++k) t[k] = Storage<Word>::get(&in[k][w], e);
+          S::after(Storage<Word>::get(&x[w], e), t, results, sums);
           MF_UNROLL for (int o = 0; o < S::outs; ++o) y[o][e] = results[o];
           MF_UNROLL for (int s = 0; s < S::sums; ++s)
             added[s][2 * g + e] += h < state >> 8 ? sums[s] : 0.f;
@@ -190,7 +215,8 @@ struct Tail {
         MF_UNROLL for (int o = 0; o < S::outs; ++o) Storage<Word>::put(&out[o][h], y[o], 2);
       }
       MF_UNROLL for (int o = 0; o < S::outs; ++o)
-        ptx::store_matrices(here + o * TAIL_CHUNK_BYTES, out[o][0], out[o][1]);
+        ptx::store_matrices((from ^ u32(2 * i + g) << 4) + o * TAIL_CHUNK_BYTES, out[o][0],
+                            out[o][1]);
     }
     MF_UNROLL for (int s = 0; s < S::sums; ++s) add_rows(added[s], s, i);
   }
