@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the block's plans at small shapes: memcheck on a whole step, racecheck on the
-# row kernels, initcheck on a whole step.
+# row kernels, initcheck on a whole step. Of the zoo, what the block has not: products with tails, and
+# tensors that are turned.
 #
 #   bash benchmarks/sanitize.sh OUT [PYTHON]
 set -uo pipefail
@@ -9,12 +10,14 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 mkdir -p "$out" && out=$(cd "$out" && pwd) && cd "$root" || exit 2
 export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTORCH_NO_CUDA_MEMORY_CACHING=1
 
-step=("$python" -m megafuse profile rankmixer --no-check --one-step)
-small=(--shape 2,16,128,2)
-rings=(--shape 512,16,64,2) # 8,192 rows: rings in shared memory, and the shelf
-full=(--shape 2,16,128,2 --dtype fp32)
+step=("$python" -m megafuse profile --no-check --one-step)
+small=(rankmixer --shape 2,16,128,2)
+rings=(rankmixer --shape 512,16,64,2) # 8,192 rows: rings in shared memory, and the shelf
+full=(rankmixer --shape 2,16,128,2 --dtype fp32)
+tails=(zoo:mixer_pre_norm --dtype bf16)
+turned=(zoo:convnext --dtype bf16)
 # Builds the kernels, so that the tools see runs only.
-for args in "${small[*]}" "${rings[*]}" "${full[*]}"; do
+for args in "${small[*]}" "${rings[*]}" "${full[*]}" "${tails[*]}" "${turned[*]}"; do
   # shellcheck disable=SC2086
   "${step[@]}" $args > /dev/null 2>&1 &
 done
@@ -31,10 +34,16 @@ tool memcheck "${strict[@]}" "$ours" "${step[@]}" "${small[@]}" > "$out/memcheck
 running[memcheck-small]=$!
 tool memcheck "${strict[@]}" "$ours" "${step[@]}" "${rings[@]}" > "$out/memcheck-rings.log" 2>&1 &
 running[memcheck-rings]=$!
+tool memcheck "${strict[@]}" "$ours" "${step[@]}" "${tails[@]}" > "$out/memcheck-tails.log" 2>&1 &
+running[memcheck-tails]=$!
+tool memcheck "${strict[@]}" "$ours" "${step[@]}" "${turned[@]}" > "$out/memcheck-turned.log" 2>&1 &
+running[memcheck-turned]=$!
 tool racecheck "${strict[@]}" "$rows" "${step[@]}" "${small[@]}" > "$out/racecheck-small.log" 2>&1 &
 running[racecheck-small]=$!
 tool racecheck "${strict[@]}" "$rows" "${step[@]}" "${rings[@]}" > "$out/racecheck-rings.log" 2>&1 &
 running[racecheck-rings]=$!
+tool racecheck "${strict[@]}" "$rows" "${step[@]}" "${turned[@]}" > "$out/racecheck-turned.log" 2>&1 &
+running[racecheck-turned]=$!
 # initcheck has to watch every kernel: one that is filtered out does not count as writing, and all that
 # PyTorch wrote would be called uninitialised. So PyTorch's kernels are reported too, and only reports
 # located in ours ("at mf_...") are faults; the tool's status is the step's. In float32, whose products
