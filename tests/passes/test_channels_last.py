@@ -80,7 +80,7 @@ def test_permutations_of_the_users_own_are_free() -> None:
     assert calls(plan) == ["megafuse.convolution.default", "megafuse.convolution_backward.default"]
     (call,) = (r for r in plan.forward.regions if isinstance(r, ExternRegion))
     assert str(call.node.type).endswith("28, 28, 192]")
-    assert kinds(plan)[0].count("rows") == 3  # the copy, norm, scale and residual
+    assert kinds(plan)[0].count("rows") == 4  # the copy, norm, gelu, scale and residual
     assert kinds(plan)[1].count("rows") <= 5
 
 

@@ -181,7 +181,7 @@ def test_linear_layers_on_a_hopper_gpu_are_products_with_epilogues() -> None:
     with torch.device("meta"):
         module, x = Linears().to(HALF), torch.randn(2, 7, 24, dtype=HALF, requires_grad=True)
     plan = meta_plan(Case(module, (x,)))
-    assert kinds(plan)[0] == ["matmul", "matmul"]  # the first does the relu
+    assert kinds(plan)[0] == ["matmul", "rows", "matmul"]  # k is too short for a tail
     steps = [r.node.attrs.get("epilogue") for r in plan.forward.regions if r.kind == "matmul"]
     assert steps == [("row",), ("row", "tensor")]
 
