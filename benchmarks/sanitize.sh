@@ -15,7 +15,7 @@ small=(rankmixer --shape 2,16,128,2)
 rings=(rankmixer --shape 512,16,64,2) # 8,192 rows: rings in shared memory, and the shelf
 full=(rankmixer --shape 2,16,128,2 --dtype fp32)
 tails=(zoo:mixer_pre_norm --dtype bf16)
-turned=(zoo:convnext --dtype bf16)
+turned=(zoo:mlp_mixer --dtype bf16)
 # Builds the kernels, so that the tools see runs only.
 for args in "${small[*]}" "${rings[*]}" "${full[*]}" "${tails[*]}" "${turned[*]}"; do
   # shellcheck disable=SC2086

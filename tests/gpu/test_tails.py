@@ -70,9 +70,9 @@ class Gated(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = torch.nn.Linear(512, 1024)
-        self.up = torch.nn.Linear(512, 1024)
-        self.down = torch.nn.Linear(1024, 512)
+        self.gate = torch.nn.Linear(1024, 512)
+        self.up = torch.nn.Linear(1024, 512)
+        self.down = torch.nn.Linear(512, 1024)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x)) * scale
@@ -92,9 +92,9 @@ def test_the_same_bits_as_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     added up in another order. Addresses that the copy engine cannot take change nothing either."""
     torch.manual_seed(0)
     module = Gated().to("cuda", torch.bfloat16)
-    x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16)
-    room = torch.randn(4096 * 512 + 1, device="cuda", dtype=torch.bfloat16)
-    scale = room[1:].view(4096, 512)
+    x = torch.randn(4096, 1024, device="cuda", dtype=torch.bfloat16)
+    room = torch.randn(4096 * 1024 + 1, device="cuda", dtype=torch.bfloat16)
+    scale = room[1:].view(4096, 1024)
     fused = megafuse.fuse(module, x.requires_grad_(), scale)
     (plan,) = [c.plan for same in fused._plans.values() for c in same]
     tails = [r for g in (plan.forward, plan.backward) for r in g.regions
