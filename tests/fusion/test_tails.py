@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from megafuse.compiler import Plan, make_plan
 from megafuse.config import Options
-from megafuse.fusion.describe import boundaries, read_bytes, written_bytes
+from megafuse.device import H200
+from megafuse.fusion.describe import boundaries, read_bytes, summarize, written_bytes
 from megafuse.fusion.plan import GraphPlan, MatmulRegion, RowRegion
 
 
@@ -56,6 +57,16 @@ def test_a_gate_is_the_second_products_work() -> None:
     kept = [root is None for root, _ in region.tail.outs]
     assert kept == [True, False], "backward reads the product itself"
     assert region.node in region.writes() and len(region.writes()) == 2
+
+
+def test_a_gate_is_explained() -> None:
+    plan = planned(gated, *WIDE)
+    first, second = plan.forward.regions
+    (why,) = boundaries(plan.forward)[first.name]
+    assert why.consumer == second.name and "a tile at a time" in why.reason
+    summary = summarize(plan, plan.hints, H200)
+    homes = {o.name: o.regions for o in summary.unfused if o.direction == "forward"}
+    assert homes["silu"] == homes["mul"] == (second.name,), "a tail is where they went"
 
 
 def test_gradients_of_a_gate_follow_a_product() -> None:

@@ -132,6 +132,9 @@ def boundaries(plan: GraphPlan) -> dict[str, list[WhyNotFused]]:
 
 def _reason(a: Region, b: Region, node: Node, refused: Mapping[tuple[str, str], str]) -> str:
     if isinstance(b, MatmulRegion):
+        if node not in (b.a.buffer, b.b.buffer):
+            return ("a product's kernel reads what goes with its result from memory, a tile at a "
+                    "time")  # fmt: skip
         if isinstance(a, MatmulRegion):
             return "a product reads its operand many times, so it is complete in memory first"
         return ("a product reads each element of its operands once for every output tile beside "
@@ -312,7 +315,13 @@ def _homes_of(
     copies = [r for r, line in places if line.ops == ("copy",)]
     if name in ("clone", "stack", "cat", "_to_copy"):
         return copies
-    return [r for r, _ in places if r.kind != "matmul" and r not in copies]
+    return [r for r, line in places
+            if r not in copies and (r.kind != "matmul" or _beside_products(line))]  # fmt: skip
+
+
+def _beside_products(line: Line) -> bool:
+    """Whether a product's region computes something else of that line, in its tail."""
+    return any(op not in PRODUCTS for op in line.ops)
 
 
 def _shape(region: MatmulRegion, sizes: Mapping[str, int], direction: Direction) -> MatmulShape:

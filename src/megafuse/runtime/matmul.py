@@ -199,9 +199,15 @@ class Matmul:
                 f", k in {best.splits} splits, whose float32 sums ({megabytes:.3g} MB) a second "
                 "kernel adds up"
             )
+        tail = ""
+        if product.tail is not None:
+            tail = ", what follows done on its tiles"
+            if best.splits > 1:
+                tail = ", what follows in a kernel of its own"
         return (
-            f"Hopper kernel, {best.tile} tile{split}: {pieces} {'pieces' if split else 'tiles'} in "
-            f"{-(-pieces // sm_count)} waves on {sm_count} multiprocessors, predicted "
+            f"Hopper kernel, {best.tile} tile{split}{tail}: {pieces} "
+            f"{'pieces' if split else 'tiles'} in {-(-pieces // sm_count)} waves on {sm_count} "
+            "multiprocessors, predicted "
             f"{time / 1e3:.0f} thousand cycles ({', '.join(behind)})"
         )
 
