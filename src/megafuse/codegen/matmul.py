@@ -18,12 +18,12 @@ import torch
 from megafuse.codegen.expr import CPP_TYPE, rounded, scalar_cpp
 from megafuse.codegen.tiles import Staging, TileConfig
 from megafuse.errors import UnsupportedError
+from megafuse.fusion.tails import MOST_INS, MOST_OUTS, MOST_SUMS
 from megafuse.ops import pointwise
 
 ARCH = "sm_90a"
 HALVES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 2  # MAX_ROW_OPERANDS of block.cuh
-MAX_INS, MAX_OUTS, MAX_SUMS = 3, 3, 4  # of tail.cuh
 THREADS = 384
 FINISH_THREADS, FINISH_LANES = 64, 4  # of finish.cuh: a block, and columns of a thread
 _HEADERS = ("ptx.cuh", "wgmma.cuh", "block.cuh", "tail.cuh", "gemm.cuh", "finish.cuh")
@@ -146,11 +146,11 @@ def refused_epilogue(epilogue: tuple[Step, ...]) -> str | None:
 
 def refused_tail(tail: Tail) -> str | None:
     """Why a tail of this size cannot follow a product inside its kernel; None when it can."""
-    if not 1 <= tail.outs <= MAX_OUTS or tail.ins > MAX_INS or tail.sums > MAX_SUMS:
+    if not 1 <= tail.outs <= MOST_OUTS or tail.ins > MOST_INS or tail.sums > MOST_SUMS:
         return (
-            f"a product's kernel takes in at most {MAX_INS} tensors behind the product, and writes "
-            f"1 to {MAX_OUTS} and at most {MAX_SUMS} column sums, not {tail.ins}, {tail.outs} and "
-            f"{tail.sums}"
+            f"a product's kernel takes in at most {MOST_INS} tensors behind the product, and "
+            f"writes 1 to {MOST_OUTS} and at most {MOST_SUMS} column sums, not {tail.ins}, "
+            f"{tail.outs} and {tail.sums}"
         )
     return None
 

@@ -249,11 +249,8 @@ class Planner:
         """Merge `region` with every earlier one a rule allows, nearest first."""
         tried: set[int] = set()
         while True:
-            others = [
-                r
-                for r in reversed(state.regions)
-                if isinstance(r, RowRegion) and r is not region and id(r) not in tried
-            ]
+            others = [r for r in reversed(state.regions)
+                      if isinstance(r, RowRegion) and r is not region and id(r) not in tried]
             merged = None
             for other in others:
                 tried.add(id(other))

@@ -27,12 +27,12 @@ from megafuse.fusion.plan import (
     Tail,
     WhyNotFused,
 )
-from megafuse.index import Axis, Coords, offset, operand_coords
-from megafuse.ir import Dim, Node, as_dim, evaluate, product
+from megafuse.index import Axis, Coords, offset, operand_coords, strides
+from megafuse.ir import Dim, Node, as_dim, evaluate
 from megafuse.ops import is_reduction, is_view, pointwise
 
 MOST_INS, MOST_OUTS, MOST_SUMS = 3, 3, 4
-"""Tensors beside the product, tensors written, and column sums: staging has no room for more."""
+"""Tensors beside the product, tensors written, and column sums: what sm90/tail.cuh has room for."""
 
 # For a tile of 128x256, of which a multiprocessor has one at a time, the tensor cores take 16
 # cycles a k, and a scheduler, with two of the eight warps, 256 for an instruction on every element.
@@ -112,14 +112,12 @@ def _tail(before: MatmulRegion, region: RowRegion, buffers: set[Node], needed: b
         (root, place.operand(root.target, root.where, "writes")) for root in stores
     ]
     if needed:
-        whole = tuple(as_dim(product(node.room[i + 1 :])) for i in range(3))
-        outs.insert(0, (None, Operand(node, node.shape, whole, 0)))
+        outs.insert(0, (None, Operand(node, node.shape, tuple(strides(node.room)), 0)))
     sums = tuple(root for root in stage.roots if root.kind == "column")
     each = _check_sums(sums, stage, place)
     for operand in (o for _, o in (*ins, *outs)):
         if operand.buffer.dtype != node.dtype:
             raise Mismatch(f"{operand.buffer.name} is {operand.buffer.dtype}, not {node.dtype}")
-    for operand in (o for _, o in (*ins, *outs)):
         _check_address(operand)
     if any(_shares_pieces(operand) for _, operand in outs):
         raise Mismatch("rows of a result end inside 16 bytes that others share")
@@ -199,9 +197,9 @@ class _Place:
             raise Mismatch(f"it {verb} {node.name} once for all rows of the product")
         if verb == "writes" and self.axes[0] and steps[0] == 0:
             raise Mismatch(f"it {verb} {node.name} once for all batches")
-        full = [as_dim(product(self.shape[i + 1 :])) for i in range(3)]
-        strides = [s if terms else f for s, f, terms in zip(steps, full, self.axes, strict=True)]
-        return Operand(node, self.shape, tuple(strides), form.const)
+        full = strides(self.shape)
+        found = [s if terms else f for s, f, terms in zip(steps, full, self.axes, strict=True)]
+        return Operand(node, self.shape, tuple(found), form.const)
 
 
 def _check_sums(sums: Sequence[Root], stage: Stage, place: _Place) -> bool:

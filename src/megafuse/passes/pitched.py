@@ -25,6 +25,7 @@ from megafuse.ops import is_view
 from megafuse.passes.additions import HALVES
 from megafuse.passes.epilogue import PIECE
 from megafuse.passes.operands import TRANSPOSED, Layout, layout_of
+from megafuse.passes.partition import base_of
 
 LEAST_EXTENT, LEAST_RESULT = 16, 64 * 64
 """Of a product's m, n and k, and of m * n. In smaller ones most of a tile is empty, and PyTorch has
@@ -56,11 +57,11 @@ class _Search:
     def __init__(self, graph: Graph, sizes: Mapping[str, int]) -> None:
         self.graph, self.sizes = graph, sizes
         self.users = graph.users()
-        self.shown = {_base(o) for o in graph.outputs if o is not None}
-        self.shown |= {_base(i) for n in graph.nodes if n.op == "extern" for i in n.inputs}
+        self.shown = {base_of(o) for o in graph.outputs if o is not None}
+        self.shown |= {base_of(i) for n in graph.nodes if n.op == "extern" for i in n.inputs}
         self.copies: dict[Node, Layout] = {}
         self.results: set[Node] = set()
-        marked = {n for p in graph.nodes if p.op == "matmul" for n in map(_base, (p, *p.inputs))
+        marked = {n for p in graph.nodes if p.op == "matmul" for n in map(base_of, (p, *p.inputs))
                   if self._mark(n)}  # fmt: skip
         found = {n: needs for n in graph.nodes if (needs := self._needs(n)) is not None}
         used: set[Node] = set()
@@ -225,12 +226,6 @@ def _aligned(extent: Dim) -> bool:
 def _whole(extent: Dim) -> Dim:
     assert isinstance(extent, int)
     return -(-extent // PIECE) * PIECE
-
-
-def _base(node: Node) -> Node:
-    while is_view(node):
-        node = node.inputs[0]
-    return node
 
 
 def pitched(graph: Graph, sizes: Mapping[str, int]) -> Graph:

@@ -19,10 +19,7 @@ import torch
 
 from megafuse.codegen.matmul import (
     ARCH,
-    MAX_INS,
-    MAX_OUTS,
     MAX_ROWS,
-    MAX_SUMS,
     THREADS,
     MatmulKernel,
     MatmulSpec,
@@ -30,6 +27,7 @@ from megafuse.codegen.matmul import (
 )
 from megafuse.codegen.tiles import Cut, TileConfig, cycles, k_blocks, ranked, whole_splits
 from megafuse.errors import UnsupportedError
+from megafuse.fusion.tails import MOST_INS, MOST_OUTS, MOST_SUMS
 from megafuse.runtime import cuda
 from megafuse.runtime.launch import Prepared, entry_point
 from megafuse.runtime.native import Launch, Patch
@@ -104,10 +102,10 @@ _REST = struct.Struct(f"={2 * MAX_ROWS}q10i")  # row pointers, row strides, ten 
 _ROWS_AT = _MAPS * _MAP_BYTES
 _ARGS_BYTES = -(-(_ROWS_AT + _REST.size) // 64) * 64
 # TailArgs: Args, the maps of further operands and results, column sums' places, batch steps.
-_OUTS_AT = _ARGS_BYTES + (MAX_INS - 1) * _MAP_BYTES
-_SUMS_AT = _OUTS_AT + (MAX_OUTS - 1) * _MAP_BYTES
-_STEPS = struct.Struct(f"={MAX_INS}i")  # and the pieces of a tile that go with a k-block
-_TAIL_BYTES = -(-(_SUMS_AT + 8 * MAX_SUMS + _STEPS.size) // 64) * 64
+_OUTS_AT = _ARGS_BYTES + (MOST_INS - 1) * _MAP_BYTES
+_SUMS_AT = _OUTS_AT + (MOST_OUTS - 1) * _MAP_BYTES
+_STEPS = struct.Struct(f"={MOST_INS}i")  # and the pieces of a tile that go with a k-block
+_TAIL_BYTES = -(-(_SUMS_AT + 8 * MOST_SUMS + _STEPS.size) // 64) * 64
 _MAP_TYPE = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE, _PROMOTE_256B = {64: 2, 128: 3}, 3
 
@@ -312,9 +310,9 @@ def parameters(product: Product, cut: Cut, layouts: Layouts, spec: MatmulSpec) -
     _REST.pack_into(args, _ROWS_AT, *[0] * MAX_ROWS, *strides, *numbers)
     if spec.tail:
         steps = [x.step for x in layouts.ins[1:]]
-        steps += [0] * (MAX_INS - 1 - len(steps))
+        steps += [0] * (MOST_INS - 1 - len(steps))
         pieces = -(-256 * cut.tile.width // 16 // max(1, k_blocks(product.k) - 1))
-        _STEPS.pack_into(args, _SUMS_AT + 8 * MAX_SUMS, *steps, pieces)
+        _STEPS.pack_into(args, _SUMS_AT + 8 * MOST_SUMS, *steps, pieces)
     return bytes(args)
 
 
