@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import block_case, plan_of
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from megafuse import Options
 from megafuse.compiler import Plan
@@ -85,3 +86,42 @@ def test_pointwise_chains_save_only_the_input(op: Callable[[Tensor], Tensor]) ->
             return op(op(x) + 1.0) * x
 
     assert plan_of(Module(), X).split.saved == ()
+
+
+def mixed(x: Tensor, residual: bool) -> Tensor:
+    """[B, 4, 12] normalised, then put together anew from pieces of three elements."""
+    y = F.layer_norm(x, x.shape[-1:])
+    y = y.reshape(-1, 4, 4, 3).transpose(1, 2).reshape(-1, 4, 12)
+    return F.layer_norm(y + x if residual else y * 2, x.shape[-1:])
+
+
+@pytest.mark.parametrize("memory, saves", [("balanced", True), ("min", False)])
+def test_what_is_gathered_from_normalised_rows_is_kept(memory: str, saves: bool) -> None:
+    x = torch.randn(5, 4, 12, requires_grad=True)
+    for residual in (True, False):
+        plan = plan_of(
+            lambda x, residual=residual: mixed(x, residual), x,
+            options=Options(memory=memory),  # type: ignore[arg-type]
+        )  # fmt: skip
+        kept = [n for n in plan.split.saved if n.shape[-1] == 12]
+        assert len(kept) == saves
+
+
+def test_rows_that_come_whole_are_computed_again() -> None:
+    def whole(x: Tensor) -> Tensor:
+        y = F.layer_norm(x, x.shape[-1:]).reshape(-1, 2, 2, 12).transpose(1, 2)
+        return F.layer_norm(y.reshape(-1, 4, 12) * 2, x.shape[-1:])
+
+    plan = plan_of(whole, torch.randn(6, 4, 12, requires_grad=True))
+    assert all(n.shape[-1] == 1 for n in plan.split.saved)
+
+
+def test_columns_are_computed_again() -> None:
+    """Statistics of columns lie side by side, however the tensor is turned."""
+
+    def columns(x: Tensor) -> Tensor:
+        y = (x - x.mean(-1, keepdim=True)).transpose(1, 2) + 1
+        return F.layer_norm(y, y.shape[-1:])
+
+    plan = plan_of(columns, torch.randn(6, 4, 12, requires_grad=True))
+    assert all(1 in n.shape for n in plan.split.saved)

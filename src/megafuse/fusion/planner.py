@@ -10,19 +10,19 @@ bytes than writing it) the planner adds it to the buffers and starts over; buffe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from megafuse.errors import InvariantError
 from megafuse.fusion import cost
-from megafuse.fusion.align import Mismatch, Pair
+from megafuse.fusion.align import Mismatch
 from megafuse.fusion.columns import widen
+from megafuse.fusion.merging import merged_regions, related
 from megafuse.fusion.plan import (
     ExternRegion,
     GraphPlan,
     MatmulRegion,
     Merge,
-    Read,
     Region,
     Root,
     RowRegion,
@@ -37,7 +37,7 @@ from megafuse.fusion.roots import (
     reduction_stage,
     store_stage,
 )
-from megafuse.fusion.rules import group, same_rows
+from megafuse.fusion.rules import same_rows
 from megafuse.fusion.tails import absorb
 from megafuse.ir import Graph, Node
 from megafuse.ops import is_pointwise, is_reduction, is_view
@@ -265,14 +265,14 @@ class Planner:
 
     def _try(self, x: RowRegion, y: RowRegion, state: _State) -> RowRegion | None:
         """x is the earlier region, y holds the newest root."""
-        if not self._related(x, y) or (self._left is not None and self._left <= 0):
+        if not related(x, y) or (self._left is not None and self._left <= 0):
             return None
         between = self._between(x, y, state)
         if between is not None:
             self._refuse(x, y, state, f"{between} lies between them and needs the first complete")
             return None
         try:
-            merged = self._merge(x, y)
+            merged = merged_regions(x, y)
         except Mismatch as reason:
             self._refuse(x, y, state, str(reason))
             return None
@@ -280,49 +280,6 @@ class Planner:
         if self._left is not None:
             self._left -= 1
         return merged
-
-    def _related(self, x: RowRegion, y: RowRegion) -> bool:
-        return any(_common(a, b) for a in x.stages for b in y.stages)
-
-    def _merge(self, x: RowRegion, y: RowRegion) -> RowRegion:
-        if len(x.stages) > 1 and len(y.stages) > 1:
-            raise Mismatch("both already hold rows that depend on each other")
-        if len(y.stages) > 1:
-            x, y = y, x
-        stage = y.stages[0]
-        reason = Mismatch("they have no value in common")
-        for k in reversed(range(len(x.stages))):
-            mine = x.stages[k]
-            pairs = _common(mine, stage)
-            if not pairs:
-                continue
-            a, b = _copy(mine), _copy(stage)
-            try:
-                union = same_rows.merge(a, b, pairs)
-                cost.check_size(union)
-                trial = RowRegion([*map(_copy, x.stages)], list(x.group))
-                trial.stages[k] = union
-                if len(x.stages) > 1:
-                    trial.group = [g for g in x.group if g in union.axes]
-                    if len(trial.group) != len(x.group):
-                        raise Mismatch("the group's loop would have to be split")
-                    if not group.within_group(trial, union, k):
-                        raise Mismatch("it reads other groups of an earlier stage")
-                return trial
-            except Mismatch as why:
-                reason = why
-        if self._reads_only_from(x, stage):
-            trial = RowRegion([*map(_copy, x.stages)], list(x.group))
-            group.add_stage(trial, _copy(stage))
-            return trial
-        raise reason
-
-    def _reads_only_from(self, x: RowRegion, stage: Stage) -> bool:
-        made = group.made_in(x)
-        own = same_rows.produced(stage)
-        reads_x = any(r.node in made for root in stage.roots for r in root.reads)
-        x_reads = any(r.node in own for s in x.stages for root in s.roots for r in root.reads)
-        return reads_x and not x_reads
 
     def _between(self, x: RowRegion, y: RowRegion, state: _State) -> str | None:
         """Some region on a path from one to the other, if any: merging would make a cycle."""
@@ -386,16 +343,6 @@ class Planner:
                     stage.roots.sort(key=lambda r: self.order[r.node])
             result.append(ready)
         return result
-
-
-def _common(a: Stage, b: Stage) -> list[Pair]:
-    """What ties two stages: a value one makes for the other, else the largest tensor both read."""
-    return same_rows.pairs_between(a, b) or same_rows.shared_loads(a, b)
-
-
-def _copy(stage: Stage) -> Stage:
-    roots = [replace(r, reads=[Read(x.node, x.coords) for x in r.reads]) for r in stage.roots]
-    return Stage(list(stage.axes), None if stage.cols is None else list(stage.cols), roots)
 
 
 def _label(region: Region) -> str:

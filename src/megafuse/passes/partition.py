@@ -17,6 +17,7 @@ import networkx as nx
 
 from megafuse.ir import Graph, Node, Rewriter, evaluate
 from megafuse.ops import is_pointwise, is_view
+from megafuse.passes.gathers import gathers
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ def _choose(
         for node in joint.nodes:
             if node.op in ("matmul", "extern") and node in tainted:
                 kept |= {base_of(i) for i in node.inputs if i not in tainted} & written
-
+        # Gathered again, with the statistics of every piece, it took backward twice the time of
+        # writing and reading it (docs/perf-log.md, section 22).
+        kept |= {n for n in in_forward - tainted if gathers(n, written)}
     kept |= {value for n in tainted if (value := _own_extreme(n)) is not None}
     flow = nx.DiGraph()
     unlimited = float("inf")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from megafuse.fusion.align import Mismatch, Pair, renaming, unify
 from megafuse.fusion.plan import Root, Stage
 from megafuse.fusion.rules import roles
-from megafuse.index import Axis, Coords, magnitude
-from megafuse.ir import Node, product
+from megafuse.index import Affine, Axis, Coords, magnitude, offset
+from megafuse.ir import Dim, Node, as_dim, product
 
 
 def produced(stage: Stage) -> dict[Node, Root]:
@@ -47,6 +47,32 @@ def shared_loads(x: Stage, y: Stage) -> list[Pair]:
                 if size > most and size == _elements(coords) and set(y.axes) <= _axes(read.coords):
                     best, most = [(coords, read.coords)], size
     return best
+
+
+def scattered(stage: Stage) -> bool:
+    """Whether the stage writes its rows in pieces, to which it adds what it reads in other orders
+    from rows that are not at hand yet. As a stage of its own, once all rows of the group are, the
+    same costs less: rows are then written whole."""
+    places: dict[Node, set[frozenset[tuple[Axis, Dim]]]] = {}
+    for root in stage.roots:
+        for read in root.reads:
+            terms = offset(read.coords, read.node.room).terms
+            if len(terms) > 1:
+                places.setdefault(read.node, set()).add(terms)
+    return any(len(found) > 1 for found in places.values()) and any(
+        root.kind == "store" and _in_pieces(offset(root.where, root.target.room), stage)
+        for root in stage.roots
+    )
+
+
+def _in_pieces(at: Affine, stage: Stage) -> bool:
+    """Whether the columns of a row lie in runs that are apart from each other."""
+    step: Dim = 1
+    for axis in reversed(stage.settled_cols()):
+        if at.coefficient(axis) != step:
+            return bool(step != 1)
+        step = as_dim(step * axis.extent)
+    return False
 
 
 def _elements(coords: Coords) -> float:
