@@ -23,15 +23,9 @@ from typing import Any
 import torch
 
 import megafuse
+from megafuse.codegen.fit import ROOM, layouts_of, with_shelf
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import (
-    ROOM,
-    Schedule,
-    StageSchedule,
-    _layout,
-    columns_of,
-    with_shelf,
-)
+from megafuse.codegen.schedule import Schedule, StageSchedule, columns_of
 from megafuse.fusion.describe import read_bytes, written_bytes
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import evaluate
@@ -112,7 +106,7 @@ def shelf_layouts(region: RowRegion) -> Iterator[tuple[Schedule, bool]]:
         ((32, 256), (32, 384), (32, 512), (64, 256), (64, 320), (64, 384), (64, 512),
          (160, 320), (160, 480), (160, 640)), (8, 4),
     ):  # fmt: skip
-        stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
+        stages = layouts_of(region, team, lanes)
         exact = all(team * x.steps * x.lanes <= 1.21 * x.columns for x in stages)
         if not exact or team == (32 if columns else 160):  # too many sums, or too many threads
             continue

@@ -8,9 +8,10 @@ from support import block_case
 from torch import Tensor
 
 import megafuse
+from megafuse.codegen.candidates import cuda_schedules
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import ROOM, cuda_schedules
 from megafuse.codegen.shelf import shelvable
+from megafuse.codegen.turn import ROOM
 from megafuse.fusion.plan import GraphPlan, RowRegion
 
 

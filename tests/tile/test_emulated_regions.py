@@ -12,8 +12,9 @@ from support import block_case
 from test_device_words import emulated_module
 
 import megafuse
+from megafuse.codegen.fit import layouts_of, with_shelf
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import Schedule, _layout, by_block, with_shelf
+from megafuse.codegen.schedule import Schedule, by_block
 from megafuse.fusion.plan import RowRegion
 from megafuse.ir import evaluate
 from megafuse.runtime.built import BuiltRegion, allocator
@@ -104,7 +105,7 @@ def compare(
         for region in executor.plan.regions:
             if not isinstance(region, RowRegion):
                 continue
-            stages = tuple(_layout(stage, team, lanes) for stage in region.stages)
+            stages = layouts_of(region, team, lanes)
             schedule = Schedule(team, teams, stages, **WAYS[way])  # type: ignore[arg-type]
             if shelf:
                 found = with_shelf(region, schedule)
@@ -140,7 +141,7 @@ def test_rows_with_a_pitch(monkeypatch: pytest.MonkeyPatch) -> None:
                 continue
             touched = [*region.reads(executor.plan.buffers), *region.writes()]
             pitched += sum(n.room != n.shape for n in touched)
-            stages = tuple(_layout(stage, 32, 1) for stage in region.stages)
+            stages = layouts_of(region, 32, 1)
             schedule = Schedule(32, 2, stages)
             kernel = emit_rows(region, executor.plan.buffers, schedule, False, f"mf_{region.name}")
             module: Any = Emulated(kernel, region.kind == "group")

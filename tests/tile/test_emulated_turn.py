@@ -14,8 +14,9 @@ from torch import Tensor
 
 import megafuse
 from megafuse.codegen import turn
+from megafuse.codegen.candidates import cuda_schedules
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import by_block, cuda_schedules
+from megafuse.codegen.schedule import by_block
 from megafuse.fusion import cost
 from megafuse.fusion.plan import RowRegion
 from megafuse.fusion.rules.turn import turns

@@ -10,8 +10,9 @@ from test_emulated_regions import Emulated, results
 
 import megafuse
 from megafuse import zoo
+from megafuse.codegen.candidates import cuda_schedules
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import by_block, cuda_schedules
+from megafuse.codegen.schedule import by_block
 from megafuse.fusion.plan import RowRegion
 from megafuse.runtime.executor import BuiltRegion
 from megafuse.subgraphs import Settings

@@ -9,15 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from megafuse.codegen import schedule
+from megafuse.codegen.candidates import FEWEST_WARPS, MANY_ROWS, cuda_schedules
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import (
-    FEWEST_WARPS,
-    MANY_ROWS,
-    by_block,
-    cuda_schedules,
-    host_schedule,
-    launch,
-)
+from megafuse.codegen.schedule import by_block, host_schedule, launch
 from megafuse.device import H200, DeviceSpec
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import Node, evaluate

@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from megafuse import dump
-from megafuse.codegen.schedule import MANY_ROWS
+from megafuse.codegen.candidates import MANY_ROWS
 from megafuse.config import Options
 from megafuse.device import DeviceSpec, spec_for
 from megafuse.fusion.plan import ExternRegion, GraphPlan, MatmulRegion, Operand, Region, RowRegion

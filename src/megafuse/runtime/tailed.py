@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from megafuse.codegen.candidates import cuda_schedules
 from megafuse.codegen.matmul import ARCH
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import cuda_schedules
 from megafuse.codegen.tail import emit_tail
 from megafuse.config import Options
 from megafuse.device import DeviceSpec

@@ -75,11 +75,19 @@ struct Team {
   static_assert(TEAM <= 32 || TEAMS == 1 || TEAMS <= 15, "one named barrier a team, 15 of them");
   static constexpr int THREADS = TEAM * TEAMS, LENGTH = TEAM, COUNT = TEAMS;
   static constexpr int LANES = TEAM < 32 ? TEAM : 32, WARPS = TEAM > 32 ? TEAM / 32 : 1;
+  static constexpr int SCHEDULERS = 4;
 
   mutable int phase = 0;  // which half of the exchange buffer the next reduction writes
 
   MF_FN int index() const { return TEAMS == 1 ? 0 : int(threadIdx.x) / TEAM; }
-  MF_FN int rank() const { return TEAMS == 1 ? int(threadIdx.x) : int(threadIdx.x) % TEAM; }
+  // Where a row does not divide evenly, a team's first warps have more of it. A multiprocessor's
+  // four schedulers take warps in turn: every round of them begins with another warp of its team.
+  MF_FN int rank() const {
+    if constexpr (TEAMS == 1) return int(threadIdx.x);
+    const int own = int(threadIdx.x) % TEAM;
+    if constexpr (WARPS == 1) return own;
+    return (own + index() * WARPS / SCHEDULERS * 32) % TEAM;
+  }
   MF_FN i64 block() const { return blockIdx.x; }
   MF_FN i64 part() const { return i64(blockIdx.x) * TEAMS + index(); }
 
