@@ -137,7 +137,6 @@ class Executor:
         if recipe.program is not None and not profiled:
             results = recipe.program.run(inputs)
             if results is not None:
-                inputs.clear()
                 return results
         values: Values = dict(zip(self.plan.graph.inputs, map(as_tensor, inputs), strict=True))
         inputs.clear()
