@@ -47,7 +47,7 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Recipe:
     """A direction at fixed sizes. steps: a name for profiles, and what it does. program: the same
-    for small calls. pitched: the inputs that have a pitch, with their strides and how to make room
+    but for large calls. pitched: the inputs that have a pitch, with their strides and how to make room
     for one."""
 
     steps: list[tuple[str, Step]]
