@@ -47,8 +47,8 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Recipe:
     """A direction at fixed sizes. steps: a name for profiles, and what it does. program: the same
-    but for large calls. pitched: the inputs that have a pitch, with their strides and how to make room
-    for one."""
+    unless the call is large. pitched: the inputs that have a pitch, with their strides and how to
+    make room for one."""
 
     steps: list[tuple[str, Step]]
     results: list[Reader | None]
