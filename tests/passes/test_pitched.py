@@ -155,7 +155,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_modules(name: str, steps: bool, everywhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if steps:
-        monkeypatch.setattr("megafuse.runtime.arena.SMALL_BYTES", -1)
+        monkeypatch.setattr("megafuse.runtime.arena.MIDDLE_BYTES", -1)
     module, args = CASES[name]()
     parameters = list(module.parameters())
     fused = megafuse.fuse(module)

@@ -1,10 +1,13 @@
-"""Small calls: the same bits as step by step, memory of their own, and what reaches the driver."""
+"""Small and middling calls: the same bits as step by step, memory of their own, no more of it, and
+what reaches the driver."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +61,7 @@ def executors(fused: megafuse.FusedModule) -> Any:
 
 
 def programs(fused: megafuse.FusedModule) -> list[Any]:
-    return [r.program for e in executors(fused) for r in e.recipes.values()]
+    return [r.program for e in executors(fused) if e is not None for r in e.recipes.values()]
 
 
 def cases() -> dict[str, Any]:
@@ -80,9 +83,22 @@ def cases() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.fixture(params=["small", "middling"])
+def size(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What calls count as."""
+    if request.param == "middling":
+        middling(monkeypatch)
+    return str(request.param)
+
+
+def middling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "SMALL_BYTES", -1)
+    monkeypatch.setattr(arena, "APART_BYTES", 1024)
+
+
 @pytest.mark.parametrize("name", cases())
 def test_the_same_bits_as_step_by_step(
-    name: str, monkeypatch: pytest.MonkeyPatch, poisoned: None
+    name: str, size: str, monkeypatch: pytest.MonkeyPatch, poisoned: None
 ) -> None:
     target, args = cases()[name]()
     parameters = list(target.parameters()) if isinstance(target, nn.Module) else []
@@ -100,7 +116,7 @@ def test_the_same_bits_as_step_by_step(
         assert torch.isfinite(a).all() and torch.equal(a, b) and a.stride() == b.stride()
 
 
-def test_what_the_caller_sees_has_memory_of_its_own() -> None:
+def test_what_the_caller_sees_has_memory_of_its_own(size: str) -> None:
     fused = megafuse.fuse(Net())
     results = [r for r in step(fused, list(fused.parameters()), [example()]) if r is not None]
     storages = [r.untyped_storage() for r in results]
@@ -118,13 +134,83 @@ def test_what_the_caller_sees_has_memory_of_its_own() -> None:
 
 
 def test_large_calls_run_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "SMALL_BYTES", 0)
+    monkeypatch.setattr(arena, "MIDDLE_BYTES", 0)
     fused = megafuse.fuse(Net())
     step(fused, list(fused.parameters()), [example()])
     assert programs(fused) == [None, None]
 
 
-def test_a_forward_of_pieces_may_be_followed_by_steps() -> None:
+class Memory:
+    """Counts the bytes that calls ask for and still hold."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live = self.peak = 0
+        for name in ("empty", "empty_strided"):
+            monkeypatch.setattr(torch, name, functools.partial(self._made, getattr(torch, name)))
+
+    def _made(self, make: Any, *args: Any, **how: Any) -> Tensor:
+        tensor: Tensor = make(*args, **how)
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, self._freed, storage.nbytes())
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        return tensor
+
+    def _freed(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+
+class Long(nn.Module):
+    """Temporaries and kept values by turns, with products between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(self.norm(x)))
+        return x
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+@pytest.mark.parametrize("name", ["block", "long"])
+def test_memory_is_that_of_steps(name: str, grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "block":
+        case = block_case((64, 8, 64, 2))
+        module, args = case.module, list(case.args)
+    else:
+        module, args = Long(), [torch.randn(500, 64).requires_grad_()]
+    middling(monkeypatch)
+    peaks, counts = [], []
+    for limit in (1 << 30, -1):
+        monkeypatch.setattr(arena, "MIDDLE_BYTES", limit)
+        fused = megafuse.fuse(module)
+
+        def call(fused: Any = fused) -> None:
+            with torch.set_grad_enabled(grad):
+                out = fused(*args)
+            if grad:
+                torch.autograd.backward(out, torch.ones_like(out))
+
+        call()
+        assert all((p is None) == (limit < 0) for p in programs(fused))
+        counts += [len(p._runs) for p in programs(fused) if p is not None]
+        with monkeypatch.context() as patch:
+            memory = Memory(patch)
+            call()
+            peaks.append(memory.peak)
+            for p in (*args, *module.parameters()):
+                p.grad = None
+        assert memory.live == 0
+    program, steps = peaks
+    assert program <= 1.05 * steps
+    assert sum(counts) < sum(len(e.plan.regions) for e in executors(fused) if e is not None)
+
+
+def test_a_forward_of_pieces_may_be_followed_by_steps(size: str) -> None:
     fused = megafuse.fuse(Net())
     want = step(fused, list(fused.parameters()), [example()])
     x = example()
@@ -136,7 +222,7 @@ def test_a_forward_of_pieces_may_be_followed_by_steps() -> None:
     assert torch.equal(got, again) and want[0] is not None and torch.equal(out, want[0])
 
 
-def test_backward_twice_and_hooks_on_what_is_saved() -> None:
+def test_backward_twice_and_hooks_on_what_is_saved(size: str) -> None:
     fused = megafuse.fuse(Net())
     x = example()
     out, _ = fused(x)
@@ -152,7 +238,7 @@ def test_backward_twice_and_hooks_on_what_is_saved() -> None:
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], first)
 
 
-def test_threads_share_a_program() -> None:
+def test_threads_share_a_program(size: str) -> None:
     fused = megafuse.fuse(Net())
     inputs = [example(seed) for seed in range(4)]
     want = [step(fused, list(fused.parameters()), [x]) for x in inputs]

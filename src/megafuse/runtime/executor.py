@@ -47,8 +47,8 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Recipe:
     """A direction at fixed sizes. steps: a name for profiles, and what it does. program: the same
-    for small calls. pitched: the inputs that have a pitch, with their strides and how to make room
-    for one."""
+    unless the call is large. pitched: the inputs that have a pitch, with their strides and how to
+    make room for one."""
 
     steps: list[tuple[str, Step]]
     results: list[Reader | None]
@@ -137,7 +137,6 @@ class Executor:
         if recipe.program is not None and not profiled:
             results = recipe.program.run(inputs)
             if results is not None:
-                inputs.clear()
                 return results
         values: Values = dict(zip(self.plan.graph.inputs, map(as_tensor, inputs), strict=True))
         inputs.clear()

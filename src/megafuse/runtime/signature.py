@@ -183,15 +183,16 @@ class Slots:
         owners = [*stores, *(m.__dict__ for m in list(module.modules())[1:])]
         self._hooks = [s[h] for s in owners for h in _HOOKS if h in s]
         counted = [s for m in module.modules() for s in (m._parameters, m._buffers, m._modules)]
-        self._counts = [(store, len(store)) for store in (*counted, *stores)]
+        self._stores = [*counted, *stores]
+        self._counts = list(map(len, self._stores))
         self._values: list[Any] = []
         self._settled, self._state = False, 0
         self._states: dict[Any, int] = {}
 
     def current(self) -> bool:
         return (
-            all(store.get(name) is child for store, name, child in self._children)
-            and all(len(store) == n for store, n in self._counts)
+            list(map(len, self._stores)) == self._counts
+            and all(store.get(name) is child for store, name, child in self._children)
             and all(store.get(name) is not None for store, name in self._places)
         )
 
