@@ -5,7 +5,7 @@
 Each kernel runs on random data with the L2 flushed before every launch; the median of the samples
 is kept. Bytes: every tensor that a region reads or writes counted once, less what its kernel keeps
 in shared memory. With --sweep
-every layout that does not spill is timed, which is how the defaults in `codegen/schedule.py` were
+every layout that does not spill is timed, which is how the defaults in `codegen/candidates.py` were
 found.
 """
 

@@ -6,15 +6,10 @@ import torch
 from torch import Tensor
 
 import megafuse
+from megafuse.codegen.candidates import CROWD, cuda_schedules
+from megafuse.codegen.fit import LINE
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import (
-    CROWD,
-    LINE,
-    Schedule,
-    cuda_schedules,
-    launch,
-    together,
-)
+from megafuse.codegen.schedule import Schedule, launch, together
 from megafuse.device import H200
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.fusion.walks import kept_axes
@@ -75,3 +70,16 @@ def test_sums_for_many_kept_indices_stay_apart() -> None:
         lambda x: x.sum(1), torch.zeros(5, 2, 8, dtype=HALF)
     )  # kept: the batch, a run-time size
     assert not together(region, s)
+
+
+def test_small_groups_share_a_multiprocessor() -> None:
+    """Some bring their rows in while others compute."""
+
+    def mix(x: Tensor) -> Tensor:
+        y = x / x.float().norm(dim=-1, keepdim=True).to(x.dtype)
+        return torch.softmax(y.reshape(-1, 8, 8, 32).transpose(1, 2).reshape(-1, 8, 256), -1)
+
+    plan, region, s = forward(mix, torch.ones(5, 8, 256, dtype=HALF))
+    assert region.kind == "group" and s.shelf and s.blocks > 1
+    kernel = emit_rows(region, plan.buffers, s, False, "mf_test")
+    assert s.blocks * (kernel.shared + 1024) <= 227 * 1024

@@ -11,8 +11,10 @@ from support import block_case
 from torch import Tensor, nn
 
 import megafuse
+from megafuse.codegen.candidates import cuda_schedules
+from megafuse.codegen.fit import layouts_of, with_shelf
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import Schedule, _layout, cuda_schedules, host_schedule, with_shelf
+from megafuse.codegen.schedule import Schedule, host_schedule
 from megafuse.fusion.plan import GraphPlan, RowRegion
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -31,7 +33,7 @@ def regions(f: object, *args: Tensor) -> list[Region]:
 
 def source(region: Region, rounding: bool = False, **how: object) -> str:
     plan, rows = region
-    stages = tuple(_layout(s, 4, 8) for s in rows.stages)
+    stages = layouts_of(rows, 4, 8)
     schedule = Schedule(4, 2, stages, **how)  # type: ignore[arg-type]
     return emit_rows(rows, plan.buffers, schedule, rounding, "mf_test").source
 

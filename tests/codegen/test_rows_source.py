@@ -10,8 +10,9 @@ from support import block_case, plan_of
 from torch import Tensor, nn
 
 import megafuse
+from megafuse.codegen.candidates import cuda_schedules
 from megafuse.codegen.rows import RowKernel, emit_rows
-from megafuse.codegen.schedule import cuda_schedules, host_schedule
+from megafuse.codegen.schedule import host_schedule
 from megafuse.compiler import Plan
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.runtime.built import emit_host

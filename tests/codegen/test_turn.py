@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import megafuse
+from megafuse.codegen.candidates import cuda_schedules
 from megafuse.codegen.rows import emit_rows
-from megafuse.codegen.schedule import ROOM, by_block, cuda_schedules, launch
-from megafuse.codegen.turn import Sheet, tile_for
+from megafuse.codegen.schedule import by_block, launch
+from megafuse.codegen.turn import ROOM, Sheet, tile_for
 from megafuse.device import H200
 from megafuse.fusion import cost
 from megafuse.fusion.plan import GraphPlan, RowRegion
