@@ -17,7 +17,6 @@ from megafuse.codegen.expr import CPP_TYPE
 from megafuse.codegen.schedule import Schedule, by_block, shared_sums, together
 from megafuse.codegen.shelf import pinned_bytes, shelf_bytes
 from megafuse.codegen.stage import StageEmitter
-from megafuse.codegen.streams import apart
 from megafuse.fusion.plan import RowRegion
 from megafuse.fusion.walks import kept_axes
 from megafuse.index import Affine, Axis, offset
@@ -75,13 +74,21 @@ def emit_rows(
     for s in stages:
         body += s.streams.prologue
     if group:
-        body += _groups(stages, rest, step, programs)
+        body.append(f"for (i64 g = begin; g < end; g += {step}) {{")
+        for axis, text in zip(rest, decompose("g", _extents(rest)), strict=True):
+            body.append(f"  const i64 {e.axis(axis)} = {text};")
+        for s, lines in zip(stages, programs, strict=True):
+            rows = [a for a in s.stage.rows() if a not in region.group]
+            body += indent(s.streams.group_prologue)
+            body += indent(
+                s.streams.loop("team.index()", _extent(rows), str(schedule.teams), rows, lines)
+            )
+            body.append("  team.block_sync();")
+        body.append("}")
     elif schedule.tile is not None:
         body += stages[0].streams.turning.loop(rest, programs[0])
     else:
-        walk, streams = ("begin", "end", step), stages[0].streams
-        body += [*streams.rows(rest), *streams.start(*walk)]
-        body += streams.loop(*walk, rest, programs[0])
+        body += stages[0].streams.loop("begin", "end", step, rest, programs[0])
     for s in stages:
         body += s.epilogue
 
@@ -119,41 +126,6 @@ def emit_rows(
             shared_sums(region, schedule) if together(region, schedule) else 0),
         frozenset(s.node for s in schedule.shelf if s.alone),
     )  # fmt: skip
-
-
-def _groups(
-    stages: Sequence[StageEmitter], rest: list[Axis], step: str, programs: Sequence[list[str]]
-) -> list[str]:
-    """Every group of the block, stage after stage. A stage's first rows are brought in while other
-    threads still work on the stage, or the group, before, where nothing forbids it."""
-    e = stages[0].e
-    here = [f"const i64 {e.axis(axis)} = {text};"
-            for axis, text in zip(rest, decompose("g", _extents(rest)), strict=True)]  # fmt: skip
-    early = [apart(s.streams for s in stages) and s.streams.starts_early() for s in stages]
-    walks, rows = [], []
-    for s in stages:
-        own = [a for a in s.stage.rows() if a not in e.region.group]
-        walks.append(("team.index()", _extent(own), str(e.schedule.teams)))
-        rows.append(own)
-    lines = []
-    if early[0]:
-        streams = stages[0].streams
-        lines += ["const auto first_rows = [&](i64 g) {", *indent(here),
-                  *indent([*streams.rows(rows[0]), *streams.start(*walks[0])]), "};",
-                  "if (begin < end) first_rows(begin);"]  # fmt: skip
-    body = list(here)
-    for k, (s, program) in enumerate(zip(stages, programs, strict=True)):
-        body += s.streams.group_prologue
-        body += s.streams.rows(rows[k]) if k == 0 or not early[k] else []
-        body += s.streams.start(*walks[k]) if not early[k] else []
-        body += s.streams.loop(*walks[k], rows[k], program)
-        if k + 1 == len(stages) and early[0]:
-            body.append(f"if (g + {step} < end) first_rows(g + {step});")
-        elif k + 1 < len(stages) and early[k + 1]:
-            following = stages[k + 1].streams
-            body += [*following.rows(rows[k + 1]), *following.start(*walks[k + 1])]
-        body.append("team.block_sync();")
-    return [*lines, f"for (i64 g = begin; g < end; g += {step}) {{", *indent(body), "}"]
 
 
 def _pin(e: Emitter) -> list[str]:

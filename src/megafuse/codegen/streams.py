@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from megafuse.codegen.address import Access, access, decompose
 from megafuse.codegen.emitter import Emitter, indent
 from megafuse.codegen.expr import CPP_TYPE
@@ -39,7 +37,6 @@ class RowStreams:
         self.rings += tile.nbytes if tile is not None else 0
         self.fetches: list[str] = []
         self.ring_fetches: list[str] = []
-        self.ringed: list[tuple[Node, int]] = []  # of rings: tensor, bytes of a piece
         self.advances: list[str] = []
         self.cached = False  # whether parameters are read again for every row
         self.first: list[str] = []  # of a row's body: where on the shelf it lies
@@ -186,7 +183,6 @@ class RowStreams:
         row = layout.steps * layout.lanes * node.dtype.itemsize * schedule.threads
         self.rings += schedule.slots * row
         self.ring_fetches.append(f"{name}.fetch(team, {place}, slot);")
-        self.ringed.append((node, min(where.run, layout.lanes) * node.dtype.itemsize))
         self.advances.append(f"{name}.advance(team, slot);")
         return True
 
@@ -209,63 +205,39 @@ class RowStreams:
 
     # -- the row loop
 
-    def starts_early(self) -> bool:
-        """Whether the copies of the first rows may start before the block's threads have met after
-        the stage before: nothing they bring is written there, and none go to the shelf. See
-        `apart`."""
-        fresh = {node for node, _ in self.ringed} & self.written_before
-        return bool(self.ringed) and not fresh and len(self.ring_fetches) == len(self.ringed)
-
-    def rows(self, rows: list[Axis]) -> list[str]:
-        """The row's type, and how its copies are made."""
-        left = [a for a in rows if a not in self.merged]
-        names = [self.e.axis(a) for a in left]
-        row, k = f"Row{self.k}", self.k
-        fields = f"int {', '.join(names)};" if names else "char none;"
-        extents = [product(a.extent for a in rows if self.merged.get(a, a) is b) for b in left]
-        values = ", ".join(decompose("r", extents, narrow=True)) if names else "0"
-        lines = [f"struct {row} {{ {fields} }};",
-                 f"const auto row_of{k} = [&](int r) {{ return {row}{{{values}}}; }};"]  # fmt: skip
-        if self.ring_fetches:
-            lines += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{",
-                      *indent(self._unpacked(names, "q")),
-                      *indent(self.ring_fetches), "};"]  # fmt: skip
-        return lines
-
-    def start(self, begin: str, end: str, step: str) -> list[str]:
-        """The copies of the first rows, after rows()."""
-        if not self.ring_fetches:
-            return []
-        k, ahead = self.k, self.e.schedule.depth - 1
-        return [f"mf::ring_start<{ahead}>({begin}, {self._narrow(end)}, {step}, row_of{k}, "
-                f"fetch_ring{k});"]  # fmt: skip
-
-    def _unpacked(self, names: list[str], row: str, used: str | None = None) -> list[str]:
-        first = f"{FIRST} + " if self.e.schedule.tile is not None else ""
-        return [f"const i64 {n} = {first}{row}.{n};" for n in names if used is None or n in used]
-
-    def _narrow(self, end: str) -> str:
-        return f"int({end})" if self.e.region.group and not end.isdecimal() else end
-
     def loop(
         self, begin: str, end: str, step: str, rows: list[Axis], lines: list[str]
     ) -> list[str]:
-        """The rows begin, begin + step, ... below end, each worked on by `lines`, after start()."""
-        e, k, row = self.e, self.k, f"Row{self.k}"
-        names = [e.axis(a) for a in rows if a not in self.merged]
+        """The rows begin, begin + step, ... below end, each worked on by `lines`."""
+        e = self.e
+        left = [a for a in rows if a not in self.merged]
+        names = [e.axis(a) for a in left]
+        row = f"Row{self.k}"
+        fields = f"int {', '.join(names)};" if names else "char none;"
+        extents = [product(a.extent for a in rows if self.merged.get(a, a) is b) for b in left]
+        values = ", ".join(decompose("r", extents, narrow=True)) if names else "0"
+        first = f"{FIRST} + " if e.schedule.tile is not None else ""
+        unpack = [f"const i64 {n} = {first}q.{n};" for n in names]
         lines = [*self.first, *lines]
-        unpack = self._unpacked(names, "q")
-        unpack_body = self._unpacked(names, "row", "\n".join(lines))
+        used = "\n".join(lines)
+        unpack_body = [f"const i64 {n} = {first}row.{n};" for n in names if f"{n}" in used]
         ring = bool(self.ring_fetches)
+        k = self.k
         lambdas = [f"const auto fetch{k} = [&](const {row}& q) {{", *indent(unpack),
                    *indent(self.fetches), "};"]  # fmt: skip
-        end = self._narrow(end)  # a group's rows are few
+        if ring:
+            lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{",
+                        *indent(unpack), *indent(self.ring_fetches), "};"]  # fmt: skip
+        if e.region.group and not end.isdecimal():
+            end = f"int({end})"  # a group's rows are few
         turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
             word = f"rows_ring<{e.schedule.depth - 1}, {e.schedule.slots}>"
         also, slot = (f", fetch_ring{k}", "(int slot)") if ring else ("", "")
         return [
+            f"struct {row} {{ {fields} }};",
+            f"const auto row_of{k} = [&](int r) {{ return {row}{{{values}}}; }};",
             *lambdas, *turns,
             f"const auto advance{k} = [&]{slot} {{ {' '.join(advances)} }};",
             f"mf::{word}({begin}, {end}, {step}, row_of{k}, fetch{k}{also}, advance{k}, "
@@ -287,12 +259,6 @@ class RowStreams:
                   f"mf::Turns<Team{index}> turns{k}({rows});", again]  # fmt: skip
         picks = [f"{name}.pick(team, turns{k}.lane);" for name in self.turns]
         return before, [*self.advances, f"if (turns{k}.over()) {{ {over} }}", *picks]
-
-
-def apart(stages: Iterable[RowStreams]) -> bool:
-    """Whether each thread's slots in the rings of all stages lie where no other thread's do: rings
-    are cut into pieces, one for each thread in turn, and pieces are of one size."""
-    return len({min(piece, 16) for s in stages for _, piece in s.ringed}) == 1
 
 
 def _targets(stage: Stage) -> set[Node]:

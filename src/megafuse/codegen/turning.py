@@ -68,9 +68,7 @@ class Turning:
         extents = [product(a.extent for a in rest if merged.get(a, a) is b) for b in outer]
         parts = zip(outer, decompose("(g / tiles)", extents), strict=True)
         places = [f"const i64 {e.axis(axis)} = {text};" for axis, text in parts]
-        walk = "team.index()", "tile_rows", str(e.schedule.teams)
-        rows = [*streams.rows([tile.axis]), *streams.start(*walk),
-                *streams.loop(*walk, [tile.axis], lines)]  # fmt: skip
+        rows = streams.loop("team.index()", "tile_rows", str(e.schedule.teams), [tile.axis], lines)
         return [
             f"const i64 across = {dim_cpp(tile.extent)};",
             f"const i64 tiles = (across + {tile.rows - 1}) / {tile.rows};",

@@ -156,28 +156,21 @@ struct Ring {
 template <class C, class T, int A, int OFFSET, int THREADS, bool LAZY = false, class Col>
 MF_FN auto ring(Col col) { return Ring<C, T, A, OFFSET, THREADS, LAZY, Col>(col); }
 
-// Starts the copies of the first AHEAD rows.
-template <int AHEAD, class I, class RowOf, class FetchRing>
-MF_FN void ring_start(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of,
-                      const FetchRing& fetch_ring) {
-  if (begin >= end) return;
-  MF_UNROLL for (int d = 0; d < AHEAD; ++d) {
-    if (begin + d * step < end) fetch_ring(row_of(begin + d * step), d);
-    ptx::copy_commit();
-  }
-}
-
-// mf::rows with rings, once ring_start has started them: AHEAD rows are on their way. With as many
-// SLOTS, a row's slot is filled again once the row is in registers; lazy rings have one more, filled
-// while the row is read. fetch_ring starts the copies of a row; body(row, copies) calls copies()
-// once, when it has read what it reads from the nearest cache: loads come back in order, and those
-// would wait behind the copies' way to memory.
+// mf::rows with rings: AHEAD rows are on their way. With as many SLOTS, a row's slot is filled again
+// once the row is in registers; lazy rings have one more, filled while the row is read. fetch_ring
+// starts the copies of a row; body(row, copies) calls copies() once, when it has read what it reads
+// from the nearest cache: loads come back in order, and those would wait behind the copies' way to
+// memory.
 template <int AHEAD, int SLOTS, class I, class RowOf, class Fetch, class FetchRing, class Advance,
           class Body>
 MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of,
                      const Fetch& fetch, const FetchRing& fetch_ring, const Advance& advance,
                      const Body& body) {
   if (begin >= end) return;
+  MF_UNROLL for (int d = 0; d < AHEAD; ++d) {
+    if (begin + d * step < end) fetch_ring(row_of(begin + d * step), d);
+    ptx::copy_commit();
+  }
   auto next = row_of(begin);
   fetch(next);
   int read = 0, fill = AHEAD % SLOTS;  // slots, the same in every ring
