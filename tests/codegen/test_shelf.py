@@ -58,33 +58,3 @@ def test_what_others_read_goes_to_memory_as_well() -> None:
     regions = [r for r in compiled.plan.forward.regions if isinstance(r, RowRegion)]
     made = [s for r in regions for s in shelvable(r) if s.made]
     assert made and not any(s.alone for s in made)
-
-
-def test_first_rows_start_early_only_where_slots_are_a_threads_own() -> None:
-    """Rings in pieces of one size do; what goes to the shelf is still read by others until all of
-    them have met."""
-    (forward_plan, forward), (backward_plan, backward) = groups(3, 8, 64, 2)
-    sources = []
-    for plan, region in ((forward_plan, forward), (backward_plan, backward)):
-        schedule = next(s for s in cuda_schedules(region, 1 << 20) if s.shelf)
-        sources.append(emit_rows(region, plan.buffers, schedule, False, "mf_test").source)
-    to_the_shelf, rings = sources
-    assert "first_rows" not in to_the_shelf and to_the_shelf.count("ring_start") == 1
-    # The next group's first rows, and the second stage's, both before the barrier.
-    assert rings.count("first_rows(") == 2 and rings.count("ring_start") == 2
-    assert rings.index("fetch_ring1);") < rings.index("team.block_sync();")
-
-
-def test_first_rows_wait_where_pieces_differ() -> None:
-    """With what backward gathers recomputed, its rings hold pieces of eight bytes beside wide ones:
-    a slot may then be another thread's."""
-    case = block_case((3, 8, 160, 2), torch.bfloat16)
-    options = megafuse.Options(memory="min")
-    compiled = megafuse.fuse(case.module, options=options).build(*case.args, **case.kwargs)
-    assert compiled is not None and compiled.plan.backward is not None
-    plan = compiled.plan.backward
-    region = next(r for r in plan.regions if isinstance(r, RowRegion) and r.kind == "group")
-    schedule = next(s for s in cuda_schedules(region, 1 << 20) if s.depth and not s.shelf)
-    source = emit_rows(region, plan.buffers, schedule, False, "mf_test").source
-    pieces = {line.split(",")[2].strip() for line in source.splitlines() if "mf::ring<" in line}
-    assert len(pieces) > 1 and "first_rows" not in source
