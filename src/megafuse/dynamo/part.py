@@ -60,7 +60,7 @@ class Part(nn.Module):
         graph = passes.run(graph, stages.append, epilogues, sizes=self.hints)
         for i, stage in enumerate(stages):
             observe(f"{i:02d}-{stage.made_by.split()[0]}.py", str(stage))
-        planner = Planner(graph, self.direction, self.hints, options.fuel, tails=epilogues)
+        planner = Planner(graph, self.direction, self.hints, options.fuel, epilogues)
         self.plan: GraphPlan = planner.plan()
         observe(f"plan-{self.direction}.txt", dump.plan_text(self.plan))
         rows = [r for r in self.plan.regions if isinstance(r, RowRegion)]
