@@ -4,12 +4,13 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from megafuse.errors import InputError
 from megafuse.subgraphs import Case
 from megafuse.tools.check import check, check_cases
-from megafuse.tools.repeats import unrepeatable
+from megafuse.tools.repeats import DOCUMENTED, _repeats, unrepeatable
 from megafuse.tools.steps import InFloat64, bind, run_step
 
 
@@ -309,3 +310,16 @@ def test_float64_has_no_policy():
     block = Block(dtype=torch.float64)
     with pytest.raises(InputError, match="float64"):
         check(block, block, torch.randn(2, 32, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_documented_operators_do_not_repeat_on_a_gpu(name):
+    """Whatever their tags say: some of attention's backwards are said to draw random numbers."""
+    operator = getattr(torch.ops.aten, name)
+    with FakeTensorMode():
+        for device, repeats in (("cuda", False), ("cpu", True)):
+            x = torch.empty(4, device=device)
+            args = (x, [x.long()], x, True) if name == "index_put" else (x,)
+            function = getattr(operator, operator.overloads()[0])
+            if device == "cuda" or torch.Tag.nondeterministic_seeded in function.tags:
+                assert _repeats(function, args, {}, x) is repeats

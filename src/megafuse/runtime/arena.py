@@ -31,8 +31,8 @@ far as PyTorch has no part in it in one go."""
 
 MIDDLE_BYTES = 512 << 20
 """Calls that need more run step by step. Every byte is written and read again at least once, which
-takes a GPU 0.35 ms at 3 TB/s, and products as much again; a slow host takes 1.0-1.4 ms for the steps
-of both directions of a block. Above it memory counts for more."""
+takes a GPU 0.35 ms at 3 TB/s, and products as much again; a slow host takes 1.0-1.4 ms for the
+steps of both directions of a block. Above it memory counts for more."""
 
 SLACK = 1.03
 """How much more memory than step by step a call between the two may hold."""

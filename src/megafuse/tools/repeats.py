@@ -59,14 +59,14 @@ class _Tainted(TorchDispatchMode):
 def _repeats(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
     """Whether an operator gives the same numbers again; not asked of those that write to their
     operands, draw random numbers or leave memory as they find it."""
-    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
-        return True
-    name = func._schema.name.split("::")[-1]
-    if "empty" in name:
-        return True
+    name = func._schema.name.split("::")[-1].removesuffix("_")
     adds = name != "index_put" or (args[3] if len(args) > 3 else kwargs.get("accumulate", False))
     if name in DOCUMENTED and adds and any(t.is_cuda for t in _tensors((args, kwargs))):
-        return False
+        return False  # before its tags: some of attention's backwards are said to draw numbers
+    if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        return True
+    if "empty" in name:
+        return True
     read = {_memory(t) for t in _tensors((args, kwargs))}
     first = [t for t in _tensors(result) if t.is_floating_point()]
     if all(_memory(t) in read for t in first):  # views
