@@ -23,7 +23,9 @@ def gathers(node: Node, held: Collection[Node]) -> bool:
     pieces of others, and to scale every piece by what a reduction of its own row gave: rows that a
     norm has normalised, cut up and put together anew. Rows that come whole, in any order, are none;
     nor are columns, whose statistics lie side by side."""
-    if node.op == "cast" or not is_pointwise(node) or not any(_permuted(i) for i in node.inputs):
+    if node.op == "cast" or not is_pointwise(node) or not node.shape:
+        return False
+    if not any(_permuted(i) for i in node.inputs):
         return False
     axes, coords = fresh_coords(node)
     row = {a for a in axes if a in coords[-1].axes}
