@@ -315,7 +315,9 @@ def test_float64_has_no_policy():
 @pytest.mark.parametrize("name", sorted(DOCUMENTED))
 def test_documented_operators_do_not_repeat_on_a_gpu(name):
     """Whatever their tags say: some of attention's backwards are said to draw random numbers."""
-    operator = getattr(torch.ops.aten, name)
+    operator = getattr(torch.ops.aten, name, None)
+    if operator is None:
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
     with FakeTensorMode():
         for device, repeats in (("cuda", False), ("cpu", True)):
             x = torch.empty(4, device=device)
