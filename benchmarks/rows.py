@@ -23,9 +23,11 @@ from typing import Any
 import torch
 
 import megafuse
-from megafuse.codegen.fit import ROOM, layouts_of, with_shelf
+from megafuse.codegen.candidates import SUMS
+from megafuse.codegen.fit import layouts_of, summed, with_shelf
 from megafuse.codegen.rows import emit_rows
 from megafuse.codegen.schedule import Schedule, StageSchedule, columns_of
+from megafuse.codegen.turn import ROOM
 from megafuse.fusion.describe import read_bytes, written_bytes
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.ir import evaluate
@@ -97,25 +99,28 @@ def layouts(region: RowRegion) -> list[Schedule]:
 
 
 def shelf_layouts(region: RowRegion) -> Iterator[tuple[Schedule, bool]]:
-    """(layout, whether small tensors lie unpacked beside the shelf): eight to twenty warps in one
-    block, vectors of both widths, one row or more ahead, parameters in registers or not."""
+    """(layout, whether small tensors lie unpacked beside the shelf): up to four blocks of four
+    warps on a multiprocessor, or eight to twenty warps in one, vectors of both widths, one row or
+    more ahead, parameters in registers or not."""
     if region.kind != "group":
         return
     columns = any(r.kind == "column" for r in region.roots)
     for (team, threads), lanes in itertools.product(
-        ((32, 256), (32, 384), (32, 512), (64, 256), (64, 320), (64, 384), (64, 512),
-         (160, 320), (160, 480), (160, 640)), (8, 4),
+        ((16, 128), (32, 128), (64, 128), (32, 256), (32, 384), (32, 512), (64, 256), (64, 320),
+         (64, 384), (64, 512), (160, 320), (160, 480), (160, 640)), (8, 4),
     ):  # fmt: skip
         stages = layouts_of(region, team, lanes)
         exact = all(team * x.steps * x.lanes <= 1.21 * x.columns for x in stages)
-        if not exact or team == (32 if columns else 160):  # too many sums, or too many threads
+        crowded = team == 160 and not columns  # too many threads for a row
+        if not exact or crowded or summed(region, stages) > SUMS or any(x.long for x in stages):
             continue
         for depth, hold, early, pin in (
             (4, True, True, True), (4, False, True, True), (4, True, True, False),
             (2, True, True, True), (2, False, True, True), (2, True, False, True),
         ):  # fmt: skip
-            plain = Schedule(team, threads // team, stages, 1, depth, hold=hold, early=early)
-            yield plain, pin
+            for blocks in (4, 3, 2) if threads == 128 else (2, 1) if threads == 256 else (1,):
+                yield Schedule(team, threads // team, stages, blocks, depth, hold=hold,
+                               early=early), pin  # fmt: skip
 
 
 def _compile(job: tuple[str, list[str], str, bool]) -> Any:

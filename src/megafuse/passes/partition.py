@@ -95,8 +95,8 @@ def _choose(
         for node in joint.nodes:
             if node.op in ("matmul", "extern") and node in tainted:
                 kept |= {base_of(i) for i in node.inputs if i not in tainted} & written
-        # Gathered again, with the statistics of every piece, it took backward twice the time of
-        # writing and reading it (docs/perf-log.md, section 22).
+        # Gathered again, with the statistics of every piece, it cost backward twice what writing it
+        # costs forward (docs/perf-log.md, section 22).
         kept |= {n for n in in_forward - tainted if gathers(n, written)}
     kept |= {value for n in tainted if (value := _own_extreme(n)) is not None}
     flow = nx.DiGraph()

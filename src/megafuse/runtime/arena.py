@@ -212,7 +212,7 @@ class Program:
         stream = current_stream(device)
         for run in self._runs:
             for slot, key, shape, strides, dtype in run.made:
-                # Takes half the time of `empty`. (No name of its own, which would hold it.)
+                # No name of its own, which would hold it.
                 values[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
                 addresses[slot] = values[key].data_ptr()
             for part in run.parts:
