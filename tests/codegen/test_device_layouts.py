@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from megafuse.codegen.fit import LINE
 from megafuse.codegen.rows import emit_rows
 from megafuse.codegen.schedule import Schedule, launch, together
 from megafuse.device import H200
+from megafuse.errors import InputError
 from megafuse.fusion.plan import GraphPlan, RowRegion
 from megafuse.fusion.walks import kept_axes
 
@@ -62,6 +64,26 @@ def test_a_tall_columns_sum_leaves_one_partial_a_block() -> None:
     assert few.parts == s.teams and few.grid == 1
     source = emit_rows(region, plan.buffers, s, False, "mf_test").source
     assert "write_block(team)" in source and "(i) * 256" in source
+
+
+def test_parts_take_rows_one_after_the_other_where_a_kept_index_has_few() -> None:
+    def bias(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.tanh()
+        return y, y.sum(0)
+
+    for tokens, in_turn in ((64, False), (4, True)):
+        _, _, s = forward(bias, torch.zeros(5, tokens, 1024, dtype=HALF))
+        assert s.in_turn == in_turn
+
+
+def test_more_rows_than_a_kernel_counts_are_refused() -> None:
+    def scale(x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    _, region, s = forward(scale, torch.zeros(4, 16, dtype=HALF))
+    with pytest.raises(InputError, match=r"test_device_layouts.py:\d+.*: 2,147,483,648 rows"):
+        launch(region, kept_axes(region), s, {"s0": 1 << 31}, H200, 4)
+    assert launch(region, kept_axes(region), s, {"s0": 1 << 30}, H200, 4).parts
 
 
 def test_sums_for_many_kept_indices_stay_apart() -> None:

@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 
 WAYS = {
     "ring": dict(depth=3),
+    "ring of spans": dict(depth=3, in_turn=False),
     "lazy ring": dict(depth=2, lazy=True, keep=False),
     "early ring": dict(depth=2),
     "late ring": dict(depth=2, hold=False, early=False),

@@ -21,6 +21,7 @@ from megafuse.codegen.schedule import Schedule
 from megafuse.codegen.shelf import pinnable
 from megafuse.codegen.turn import ROOM, Tile, tile_for
 from megafuse.fusion.plan import RowRegion, Stage
+from megafuse.fusion.walks import kept_axes
 from megafuse.ir import product
 
 ELEMENTS = (40, 24, 8, 4, 2, 1)
@@ -61,6 +62,9 @@ SUMS, HELD = 100, 80  # registers of a thread for column sums, at most; beside h
 PAIR = 64  # threads of a row that meet two warps at a time
 
 CROWDED = 384  # of a group's block that has a multiprocessor to itself and sums no columns
+SPANS = 32
+"""Kept indices from which on a part takes its rows one after the other: each index has so few parts
+that what they read together is no window."""
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 REGISTERS_OF_SM = 65_536
 BLOCKS = (4, 3, 2)  # of a group's small blocks on a multiprocessor
@@ -85,6 +89,8 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     order = [(e, w) for e in sizes for w in ways]
     if columns:
         order = _column_order(region, sizes, ways)
+    kept = product(a.extent for a in kept_axes(region))
+    in_turn = group or not (isinstance(kept, int) and kept >= SPANS)
     for elements, way in order:
         team, widest = team_of(region, elements)
         stages = layouts_of(region, team, widest)
@@ -94,7 +100,8 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
         if group:
             teams = min(teams, max(4, GROUP_THREADS // team))
         depth = max(ring_depth(s, teams) for s in region.stages) if way.ring else 0
-        schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many)
+        schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many,
+                            in_turn)  # fmt: skip
         if group and many and way.ring:
             yield from _shelved(region, schedule, columns)
         if shared_bytes(region, schedule) > SHARED:

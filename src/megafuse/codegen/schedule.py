@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megafuse.codegen.shelf import Shelved
 from megafuse.codegen.turn import Tile
 from megafuse.device import DeviceSpec
+from megafuse.errors import InputError
 from megafuse.fusion.plan import RowRegion, Stage
 from megafuse.fusion.walks import kept_axes
 from megafuse.index import Axis
@@ -41,11 +42,11 @@ class Schedule:
     ring, the next row's loads are issued before this row's arithmetic; hold: parameters stay in
     registers from row to row; keep: so do a row's intermediate values from phase to phase, where
     computing them again costs more; in_turn: parts take rows in turn, so that together they read
-    one moving window of memory, instead of a span of rows each; shelf: what a group keeps in shared
-    memory from stage to stage; tile: rows that a block takes together, to turn what lies across
-    them; pinned: small tensors a group keeps in shared memory as float32 throughout; early: a ring
-    that brings one row at a time begins with the next as soon as this one is in registers; once:
-    norms take fewer reductions and instructions, see norms.py."""
+    one moving window of memory, instead of a span of rows each, which takes fewer instructions;
+    shelf: what a group keeps in shared memory from stage to stage; tile: rows that a block takes
+    together, to turn what lies across them; pinned: small tensors a group keeps in shared memory as
+    float32 throughout; early: a ring that brings one row at a time begins with the next as soon as
+    this one is in registers; once: norms take fewer reductions and instructions, see norms.py."""
 
     team: int
     teams: int
@@ -85,6 +86,9 @@ def host_schedule(region: RowRegion) -> Schedule:
         n = columns_of(stage)
         stages.append(StageSchedule(n, HOST_LANES, -(-n // HOST_LANES), n > HOST_CARRY))
     return Schedule(1, 1, tuple(stages), keep=False, in_turn=False, once=False)
+
+MOST_ROWS = (1 << 31) - (1 << 24)
+"""Rows are counted in 32 bits, by kernels that look some thousand steps ahead."""
 
 FEW_KEPT = 4_096
 """Up to so many kept indices a block of its own for each is no waste."""
@@ -131,9 +135,17 @@ def launch(
     device: DeviceSpec,
     blocks_per_sm: int,
 ) -> Launch:
-    """One wave of blocks, each with an equal share of the rows (or groups)."""
+    """One wave of blocks, each with an equal share of the rows (or groups).
+
+    Raises InputError where there are more of them than kernels count."""
     outer = region.group if region.kind == "group" else region.stages[0].rows()
     total = evaluate(product(a.extent for a in outer), sizes)
+    if total > MOST_ROWS:
+        origin = region.stages[0].roots[0].node.origin
+        raise InputError(
+            f"{origin}: {total:,} rows in one call, of which a kernel counts {MOST_ROWS:,}: "
+            "split the batch"
+        )
     if schedule.tile is not None:
         total = schedule.tile.count(region, sizes)
     keep = evaluate(product(a.extent for a in kept), sizes)

@@ -228,8 +228,8 @@ class RowStreams:
         if ring:
             lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{",
                         *indent(unpack), *indent(self.ring_fetches), "};"]  # fmt: skip
-        if e.region.group and not end.isdecimal():
-            end = f"int({end})"  # a group's rows are few
+        # Rows are counted in 32 bits, see Turns: each row works its places out anew.
+        begin, end, step = (x if x.isdecimal() else f"int({x})" for x in (begin, end, step))
         turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"
         if ring:
@@ -253,10 +253,9 @@ class RowStreams:
         k = self.k
         again = f"turns{k}.fetch(team, row_of{k}, scalars{k});"
         over = " ".join([*(f"{name}.turn();" for name in self.turns), again])
-        index = ", int" if self.e.region.group else ""
         before = [f"const auto scalars{k} = [&](const {row}& q) {{", *indent(unpack),
                   *indent(list(self.turns.values())), "};",
-                  f"mf::Turns<Team{index}> turns{k}({rows});", again]  # fmt: skip
+                  f"mf::Turns<Team, int> turns{k}({rows});", again]  # fmt: skip
         picks = [f"{name}.pick(team, turns{k}.lane);" for name in self.turns]
         return before, [*self.advances, f"if (turns{k}.over()) {{ {over} }}", *picks]
 

@@ -185,8 +185,8 @@ MF_FN void rows_ring(I begin, decltype(I()) end, decltype(I()) step, const RowOf
       if (r + AHEAD * step < end) fetch_ring(row_of(r + AHEAD * step), fill);
       ptx::copy_commit();
     });
-    read = unsigned(read + 1) % SLOTS;
-    fill = unsigned(fill + 1) % SLOTS;
+    read = read + 1 == SLOTS ? 0 : read + 1;
+    fill = fill + 1 == SLOTS ? 0 : fill + 1;
   }
   ptx::copy_wait<0>();
 }

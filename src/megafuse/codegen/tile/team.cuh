@@ -77,14 +77,16 @@ struct Team {
   static constexpr int LANES = TEAM < 32 ? TEAM : 32, WARPS = TEAM > 32 ? TEAM / 32 : 1;
   static constexpr int SCHEDULERS = 4;
 
+  // Hidden, or the compiler would rather ask for it again in the middle of every reduction.
+  const int thread = ptx::hidden(int(threadIdx.x));
   mutable int phase = 0;  // which half of the exchange buffer the next reduction writes
 
-  MF_FN int index() const { return TEAMS == 1 ? 0 : int(threadIdx.x) / TEAM; }
+  MF_FN int index() const { return TEAMS == 1 ? 0 : thread / TEAM; }
   // Where a row does not divide evenly, a team's first warps have more of it. A multiprocessor's
   // four schedulers take warps in turn: every round of them begins with another warp of its team.
   MF_FN int rank() const {
-    if constexpr (TEAMS == 1) return int(threadIdx.x);
-    const int own = int(threadIdx.x) % TEAM;
+    if constexpr (TEAMS == 1) return thread;
+    const int own = thread % TEAM;
     if constexpr (WARPS == 1) return own;
     return (own + index() * WARPS / SCHEDULERS * 32) % TEAM;
   }
@@ -92,7 +94,7 @@ struct Team {
   MF_FN i64 part() const { return i64(blockIdx.x) * TEAMS + index(); }
 
   // Position among the LANES lanes of the team that share a warp, and another lane's word.
-  MF_FN int lane() const { return int(threadIdx.x) % LANES; }
+  MF_FN int lane() const { return thread % LANES; }
   MF_FN unsigned from_lane(unsigned x, int lane) const {
     return __shfl_sync(mask(), x, lane, LANES);
   }
@@ -144,11 +146,11 @@ struct Team {
   MF_FN void block_sync() const { __syncthreads(); }
 
  private:
-  MF_FN static unsigned mask() {
+  MF_FN unsigned mask() const {
     if constexpr (LANES == 32) {
       return ~0u;
     } else {
-      return ((1u << LANES) - 1u) << (threadIdx.x & 31u & ~unsigned(LANES - 1));
+      return ((1u << LANES) - 1u) << (thread & 31u & ~unsigned(LANES - 1));
     }
   }
   MF_FN void barrier() const {
@@ -163,7 +165,7 @@ struct Team {
   // keeps half of the values and hands the other half over. Value k ends in the WIDTH / P lanes
   // starting at k * (WIDTH / P), P being K rounded up to a power of two.
   template <class Op, int WIDTH, int K>
-  MF_FN static real fold(const Pack<K>& a) {
+  MF_FN real fold(const Pack<K>& a) const {
     constexpr int P = power_of_two(K);
     static_assert(P <= WIDTH, "more values than lanes");
     real v[P];
@@ -171,7 +173,7 @@ struct Team {
     MF_UNROLL for (int o = WIDTH / 2, n = P; o > 0; o /= 2) {
       if (n > 1) {
         n /= 2;
-        const bool upper = threadIdx.x & o;
+        const bool upper = thread & o;
         MF_LANES(i, P / 2) {
           if (i < n) {
             const real give = upper ? v[i] : v[i + n];
@@ -187,7 +189,7 @@ struct Team {
   }
 
   template <class Op, int WIDTH, int K>
-  MF_FN static Pack<K> spread(real v) {
+  MF_FN Pack<K> spread(real v) const {
     Pack<K> r;
     if constexpr (K == 1) {
       r.e[0] = v;
@@ -202,7 +204,7 @@ struct Team {
     __shared__ real exchange[2][TEAMS][WARPS][3];
     real(*own)[3] = exchange[phase][index()];
     phase ^= 1;
-    if ((threadIdx.x & 31) == 0) {
+    if ((thread & 31) == 0) {
       real* to = own[rank() / 32];
       to[0] = a, to[1] = b, to[2] = c;
     }
@@ -227,7 +229,7 @@ struct Team {
       alignas(16) __shared__ real exchange[2][TEAMS][K][ROW];
       real(*own)[ROW] = exchange[phase][index()];
       phase ^= 1;
-      const int here = threadIdx.x & 31, warp = rank() / 32, k = here / (32 / P);
+      const int here = thread & 31, warp = rank() / 32, k = here / (32 / P);
       const real mine = fold<Op, 32, K>(a);
       if (here % (32 / P) == 0 && k < K) own[k][warp] = mine;
       barrier();
@@ -242,13 +244,19 @@ struct Team {
         }
         return r;
       } else {
+        // Four parts a lane, SOME lanes having all of them, and so on in turn. Lanes of values beyond
+        // K do as the last one's.
+        constexpr int QUADS = ROW / 4, SOME = power_of_two(QUADS < GROUP ? QUADS : GROUP);
         real v = Op::identity();
-        MF_UNROLL for (int w = 0; w < WARPS; w += GROUP) {
-          const int from = w + here % GROUP;
-          const real x = from < WARPS && k < K ? own[k < K ? k : 0][from] : Op::identity();
-          v = Op::apply(v, x);
+        MF_UNROLL for (int q = 0; q < QUADS; q += SOME) {
+          const int mine = q + here % SOME, part = 4 * mine;
+          const Four four = *(const Four*)&own[k < K ? k : K - 1][mine < QUADS ? part : ROW - 4];
+          const real low = part + 1 < WARPS ? Op::apply(four.e[0], four.e[1]) : four.e[0];
+          const real high = part + 3 < WARPS ? Op::apply(four.e[2], four.e[3]) : four.e[2];
+          const real all = part + 2 < WARPS ? Op::apply(low, high) : low;
+          v = part >= WARPS ? v : q > 0 ? Op::apply(v, all) : all;
         }
-        MF_UNROLL for (int o = GROUP / 2; o > 0; o /= 2)
+        MF_UNROLL for (int o = SOME / 2; o > 0; o /= 2)
           v = Op::apply(v, __shfl_xor_sync(~0u, v, o));
         return spread<Op, 32, K>(v);
       }
