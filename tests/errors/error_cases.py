@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from error_rows import row
@@ -203,6 +204,12 @@ def _(fuse: Fuse) -> Any:
 @row("neither module nor function")
 def _() -> Any:
     return megafuse.fuse(3)  # type: ignore[arg-type]
+
+
+@row("more rows in one call than kernels count (2^31 - 2^24)")
+def _() -> Any:
+    with mock.patch("megafuse.codegen.schedule.MOST_ROWS", 4):
+        return megafuse.fuse(lambda x: x.softmax(-1))(torch.zeros(5, 12))
 
 
 @row("explain before any call")

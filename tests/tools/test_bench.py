@@ -39,7 +39,9 @@ def test_one_plan_is_proved_on_fresh_values_for_each_seed(candidate):
     assert torch.equal(again.module.w1, weight)
 
 
-def test_measure_and_its_record(candidate, tmp_path):
+def test_measure_and_its_record(candidate, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS", "ATEN")
+    monkeypatch.setenv("HOME_OF_NOBODY", "kept out")
     report = candidate.check(1)
     seen = []
     result = measure(
@@ -54,6 +56,9 @@ def test_measure_and_its_record(candidate, tmp_path):
     assert all(len(c["time"]["raw"]) == 3 for c in data["candidates"].values())
     assert data["checked"]["passed"] is True
     assert data["environment"]["packages"]["torch"] == torch.__version__
+    variables = data["environment"]["variables"]
+    assert variables["TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"] == "ATEN"
+    assert "HOME_OF_NOBODY" not in variables
     assert data["settings"] == {"seed": 0, "samples": 3, "warmup": 1, "flush_bytes": 64 << 20}
     assert data["plan"]["regions"][0]["kernels"] == ["f1_norm"]
     out = console()

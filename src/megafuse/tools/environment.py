@@ -27,15 +27,21 @@ _NVIDIA_FIELDS = (
     "persistence_mode",
 )
 
+_VARIABLES = (
+    "CUBLAS_", "CUDA_", "MEGAFUSE_", "NVIDIA_TF32_", "OMP_", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
+)  # fmt: skip
+
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, clocks and power, git commit, date (UTC) and command line.
+    """Versions, device, clocks and power, git commit, date (UTC), command line and the variables
+    that change what PyTorch, CUDA or megafuse do.
 
     What cannot be found out is None; nothing here raises.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": ["megafuse", *sys.argv[1:]],
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         "git_commit": git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
