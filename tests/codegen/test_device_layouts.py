@@ -76,6 +76,30 @@ def test_parts_take_rows_one_after_the_other_where_a_kept_index_has_few() -> Non
         assert s.in_turn == in_turn
 
 
+def test_layouts_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a row's vectors may be takes index arithmetic over all reads: once a question."""
+    from megafuse.codegen import candidates, fit
+
+    def bias(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.softmax(-1)
+        return y, y.sum(0)
+
+    _, region, _ = forward(bias, torch.zeros(5, 4, 1024, dtype=HALF))
+    asked: list[int] = []
+
+    def counted(region: RowRegion, elements: int) -> tuple[int, int]:
+        asked.append(elements)
+        return fit.team_of(region, elements)
+
+    lanes, known = fit._lanes, []
+    monkeypatch.setattr(candidates, "team_of", counted)
+    monkeypatch.setattr(fit, "_lanes", lambda stage: known.append(stage) or lanes(stage))
+    layouts = list(cuda_schedules(region, MANY))
+    assert sorted(asked) == sorted(candidates.ELEMENTS)
+    ways = len(candidates.ELEMENTS) * len(candidates.COLUMN_WAYS)
+    assert len(known) <= len(region.stages) * (len(asked) + ways) and layouts
+
+
 def test_more_rows_than_a_kernel_counts_are_refused() -> None:
     def scale(x: Tensor) -> Tensor:
         return x.softmax(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megafuse.codegen.fit import (
@@ -86,13 +86,14 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
     # Few rows: threads are what there is plenty of.
     sizes = ELEMENTS if many else [e for e in ELEMENTS if e <= FEW]
     ways = (COLUMN_WAYS if columns else ROW_WAYS) if many else FEW_WAYS
+    teams_of = {e: team_of(region, e) for e in sizes}
     order = [(e, w) for e in sizes for w in ways]
     if columns:
-        order = _column_order(region, sizes, ways)
+        order = _column_order(teams_of, ways)
     kept = product(a.extent for a in kept_axes(region))
     in_turn = group or not (isinstance(kept, int) and kept >= SPANS)
     for elements, way in order:
-        team, widest = team_of(region, elements)
+        team, widest = teams_of[elements]
         stages = layouts_of(region, team, widest)
         if many and elements > FEW and summed(region, stages) > (HELD if way.hold else SUMS):
             continue
@@ -119,13 +120,13 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
 
 
 def _column_order(
-    region: RowRegion, sizes: Sequence[int], ways: Sequence[_Way]
+    teams_of: Mapping[int, tuple[int, int]], ways: Sequence[_Way]
 ) -> list[tuple[int, _Way]]:
     """Held parameters count for more than few threads; but two warps that read them again do better
     than four that hold them."""
-    order = [(e, w) for w in ways for e in sizes]
+    order = [(e, w) for w in ways for e in teams_of]
     if ways is COLUMN_WAYS:
-        pairs = [(e, w) for e, w in order if team_of(region, e)[0] <= PAIR and w in ways[:2]]
+        pairs = [(e, w) for e, w in order if teams_of[e][0] <= PAIR and w in ways[:2]]
         order = [*pairs, *(x for x in order if x not in pairs)]
     return order
 

@@ -28,11 +28,12 @@ def team_of(region: RowRegion, elements: int) -> tuple[int, int]:
     """(threads a row, lanes of a vector at most): as few threads as hold the row with at most
     `elements` each, few of them idle, and vectors as wide as that allows."""
     best: tuple[float, int, int] | None = None
+    stages = [(columns_of(stage), _lanes(stage)) for stage in region.stages]
     for team, widest in itertools.product([1, 2, 4, 8, 16, *range(32, 1025, 32)], (WIDEST, 4)):
         waste, fits = 0.0, True
-        for stage in region.stages:
-            lanes = min(_lanes(stage), widest)
-            vectors = columns_of(stage) // lanes
+        for columns, most in stages:
+            lanes = min(most, widest)
+            vectors = columns // lanes
             steps = -(-vectors // team)
             fits &= steps * lanes <= max(lanes, elements) and team >= min(vectors, LINE // lanes)
             waste = max(waste, team * steps / vectors)
