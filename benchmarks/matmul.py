@@ -25,8 +25,8 @@ from megafuse.codegen.tiles import TILES, Cut, TileConfig, cycles
 from megafuse.runtime.matmul import Matmul, Product, View, accepts
 
 BIAS = (Step("add", "row"),)
-BARE = "torch.bmm alone"
 BOTH = (*BIAS, Step("add", "tensor"))
+BARE = "torch.bmm alone"
 
 
 @dataclass
@@ -204,11 +204,10 @@ def main() -> int:
                 continue
             tile = result["tile"] if key == "ours" else key
             mark = "*" if options.tiles and tile == result["tile"] else ""
+            beside = f"  {ms / medians[BARE]:.3f} of {BARE}" if BARE in medians else ""
             print(f"{job.name:22}{mark + tile:>9}{ms:9.3f}{medians['torch']:9.3f}"
                   f"{ms / medians['torch']:7.3f}{job.flops / ms / 1e9:9.0f}"
-                  f"{result['error'][key]:9.2e}"
-                  f"{f'  {ms / medians[BARE]:.3f} of {BARE}' if BARE in medians else ''}",
-                  flush=True)  # fmt: skip
+                  f"{result['error'][key]:9.2e}{beside}", flush=True)  # fmt: skip
         if i < 6:
             totals[0] += medians.get("ours", medians.get(result["tile"], 0.0))
             totals[1] += medians["torch"]

@@ -30,6 +30,7 @@ from megafuse.codegen.schedule import Schedule, StageSchedule, columns_of
 from megafuse.codegen.turn import ROOM
 from megafuse.fusion.describe import read_bytes, written_bytes
 from megafuse.fusion.plan import GraphPlan, RowRegion
+from megafuse.fusion.walks import kept_axes
 from megafuse.ir import evaluate
 from megafuse.runtime.built import BuiltRegion, blocks_per_sm
 from megafuse.runtime.cuda import CudaModule, compile_cubin
@@ -92,9 +93,13 @@ def layouts(region: RowRegion) -> list[Schedule]:
         ways = [(depth, lazy, True) for depth in (2, 3, 4) for lazy in (False, True)]
         ways += [(0, False, True), (0, False, False)]
         both = True, False
-        for teams, (depth, lazy, ahead), hold in itertools.product((1, 2, 4, 8), ways, both):
+        turns = both if kept_axes(region) else (True,)
+        for teams, (depth, lazy, ahead), hold, in_turn in itertools.product(
+            (1, 2, 4, 8), ways, both, turns
+        ):
             if 128 <= team * teams <= 320:
-                found.append(Schedule(team, teams, tuple(stages), 1, depth, lazy, ahead, hold))
+                found.append(Schedule(team, teams, tuple(stages), 1, depth, lazy, ahead, hold,
+                                      in_turn=in_turn))  # fmt: skip
     return found
 
 
@@ -196,7 +201,7 @@ def measure(
         layout = (f"team {s.team}x{s.teams} lanes {','.join(str(x.lanes) for x in s.stages)} "
                   f"blocks {s.blocks}/{built.blocks_per_sm} depth {s.depth}"
                   f"{' lazy' if s.lazy else ''}{'' if s.ahead else ' now'}"
-                  f"{'' if s.hold else ' reread'}"
+                  f"{'' if s.hold else ' reread'}{'' if s.in_turn else ' spans'}"
                   f"{f' pinned {len(s.pinned)}' if s.pinned else ''}"
                   f"{'' if s.early else ' late'}")  # fmt: skip
         cubin = built.module.cubin  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import megafuse
+from megafuse.codegen import candidates, fit
 from megafuse.codegen.candidates import CROWD, cuda_schedules
 from megafuse.codegen.fit import LINE
 from megafuse.codegen.rows import emit_rows
@@ -78,8 +79,6 @@ def test_parts_take_rows_one_after_the_other_where_a_kept_index_has_few() -> Non
 
 def test_layouts_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row's vectors may be takes index arithmetic over all reads: once a question."""
-    from megafuse.codegen import candidates, fit
-
     def bias(x: Tensor) -> tuple[Tensor, Tensor]:
         y = x.softmax(-1)
         return y, y.sum(0)

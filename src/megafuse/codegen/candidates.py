@@ -62,12 +62,12 @@ SUMS, HELD = 100, 80  # registers of a thread for column sums, at most; beside h
 PAIR = 64  # threads of a row that meet two warps at a time
 
 CROWDED = 384  # of a group's block that has a multiprocessor to itself and sums no columns
-SPANS = 32
-"""Kept indices from which on a part takes its rows one after the other: each index has so few parts
-that what they read together is no window."""
 GROUP_THREADS = 128  # of a group's block, or four teams: it has few rows at a time
 REGISTERS_OF_SM = 65_536
 BLOCKS = (4, 3, 2)  # of a group's small blocks on a multiprocessor
+SPANS = 32
+"""Kept indices from which on a part takes its rows one after the other: each index has so few parts
+that what they read together is no window."""
 
 
 def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
@@ -102,7 +102,7 @@ def cuda_schedules(region: RowRegion, rows: int) -> Iterator[Schedule]:
             teams = min(teams, max(4, GROUP_THREADS // team))
         depth = max(ring_depth(s, teams) for s in region.stages) if way.ring else 0
         schedule = Schedule(team, teams, stages, 1, depth, way.lazy, way.ahead, way.hold, many,
-                            in_turn)  # fmt: skip
+                            in_turn=in_turn)  # fmt: skip
         if group and many and way.ring:
             yield from _shelved(region, schedule, columns)
         if shared_bytes(region, schedule) > SHARED:

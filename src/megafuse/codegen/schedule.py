@@ -88,7 +88,8 @@ def host_schedule(region: RowRegion) -> Schedule:
     return Schedule(1, 1, tuple(stages), keep=False, in_turn=False, once=False)
 
 MOST_ROWS = (1 << 31) - (1 << 24)
-"""Rows are counted in 32 bits, by kernels that look some thousand steps ahead."""
+"""Of one kept index in one call: kernels count them in 32 bits, and look ahead. (Groups and tiles
+are counted in 64.)"""
 
 FEW_KEPT = 4_096
 """Up to so many kept indices a block of its own for each is no waste."""
@@ -137,21 +138,21 @@ def launch(
 ) -> Launch:
     """One wave of blocks, each with an equal share of the rows (or groups).
 
-    Raises InputError where there are more of them than kernels count."""
+    Raises InputError where there are more rows than kernels count."""
     outer = region.group if region.kind == "group" else region.stages[0].rows()
     total = evaluate(product(a.extent for a in outer), sizes)
-    if total > MOST_ROWS:
-        origin = region.stages[0].roots[0].node.origin
-        raise InputError(
-            f"{origin}: {total:,} rows in one call, of which a kernel counts {MOST_ROWS:,}: "
-            "split the batch"
-        )
     if schedule.tile is not None:
         total = schedule.tile.count(region, sizes)
     keep = evaluate(product(a.extent for a in kept), sizes)
     reduced = max(1, total // keep)
     units = device.sm_count * blocks_per_sm
     blocks = by_block(region, schedule)
+    if not blocks and reduced > MOST_ROWS:
+        origin = region.stages[0].roots[0].node.origin
+        raise InputError(
+            f"{origin}: {reduced:,} rows in one call, of which a kernel counts {MOST_ROWS:,}: "
+            "split the batch"
+        )
     if not blocks:
         units *= schedule.teams
     chunks = max(1, min(reduced, units // keep))

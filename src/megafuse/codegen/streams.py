@@ -228,7 +228,7 @@ class RowStreams:
         if ring:
             lambdas += [f"const auto fetch_ring{k} = [&](const {row}& q, int slot) {{",
                         *indent(unpack), *indent(self.ring_fetches), "};"]  # fmt: skip
-        # Rows are counted in 32 bits, see Turns: each row works its places out anew.
+        # 32 bits, which `launch` sees to: every row works out where it lies.
         begin, end, step = (x if x.isdecimal() else f"int({x})" for x in (begin, end, step))
         turns, advances = self._turns(f"{begin}, {end}, {step}", row, unpack)
         word = "rows" if e.schedule.ahead else "rows_now"

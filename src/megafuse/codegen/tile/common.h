@@ -226,7 +226,7 @@ struct Turns {
 //   fetch(row)  starts the loads of a row in every stream
 //   advance()   makes what was fetched the current row
 //   body(row)   computes and stores
-// Counted in the type of `begin`: where a group has the rows, an int.
+// Counted in the type of `begin`: an int in generated code.
 template <class I, class RowOf, class Fetch, class Advance, class Body>
 MF_FN void rows(I begin, decltype(I()) end, decltype(I()) step, const RowOf& row_of, const Fetch& fetch,
                 const Advance& advance, const Body& body) {
